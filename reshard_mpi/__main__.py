@@ -1,0 +1,83 @@
+"""`python -m reshard_mpi`: parse, start MPI where it is needed, run the command, leave with one exit code on all ranks.
+
+An expected error is printed once, by rank 0. Anything else is a bug of ours: it would leave the other ranks waiting for ever, so
+the rank that has it prints its traceback and ends the whole job.
+"""
+
+import argparse
+import contextlib
+import io
+import sys
+import traceback
+from typing import NoReturn
+
+from reshard_mpi.cli import parse, tell
+from reshard_mpi.errors import Interrupted, ReshardError
+from reshard_mpi.launcher import Launch, check_world, find_launch
+
+BUG = 70
+
+
+def main() -> NoReturn:
+    launch = find_launch()
+    options = _options(launch)
+    needs_mpi = options.uses_all_ranks or launch.nranks > 1
+    sys.exit(_run_with_mpi(options, launch) if needs_mpi else _run_alone(options))
+
+
+def _options(launch: Launch) -> argparse.Namespace:
+    """The parsed command line; help and usage errors end here, said once however many ranks there are."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO() if launch.rank else sys.stdout):
+            return parse(sys.argv[1:])
+    except ReshardError as error:
+        if not launch.rank:
+            tell(error)
+        sys.exit(error.exit_code)
+
+
+def _run_alone(options: argparse.Namespace) -> int:
+    from reshard_mpi.commands import run_alone
+
+    try:
+        return run_alone(options)
+    except ReshardError as error:
+        tell(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return Interrupted.exit_code
+    except Exception:
+        traceback.print_exc()
+        return BUG
+
+
+def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        if not launch.rank:
+            tell(f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the MPI of your cluster")
+        return BUG
+    comm = MPI.COMM_WORLD
+    try:
+        check_world(comm.size, launch, MPI.Get_library_version().split("\n")[0][:40].strip())
+        from reshard_mpi.commands import run_together
+
+        code = run_together(comm, options)
+        comm.Barrier()  # ranks that leave far apart look like a failure to some launchers
+        return code
+    except ReshardError as error:
+        if not comm.rank and not launch.rank:
+            tell(error)
+        return error.exit_code
+    except BaseException as error:
+        code = Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else BUG
+        sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        comm.Abort(code)
+        raise AssertionError("unreachable") from error
+
+
+if __name__ == "__main__":
+    main()

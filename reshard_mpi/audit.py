@@ -1,0 +1,80 @@
+"""Digests of whole tensors, boxes and arrays, computed by all ranks together; and what follows from comparing them."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from reshard_mpi.comm import ROOT
+from reshard_mpi.errors import IntegrityError, ReshardError
+from reshard_mpi.manifest import by_tensor
+from reshard_mpi.report import Progress
+from reshard_mpi.source import Source
+from reshard_mpi.storage.files import Files
+from reshard_mpi.whole import WholeTensor, whole_box, whole_tensor
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def deal(
+    comm: MPI.Comm, tasks: Sequence[T] | None, nbytes: Callable[[T], int], do: Callable[[T], R], progress: str = "off"
+) -> list[R | ReshardError]:
+    """Collective: rank 0's tasks done by all ranks, the largest first to whoever has least; results, in order, on rank 0.
+
+    An expected error of a task is its result. `progress` is the style in which rank 0 shows how far it is with its own share.
+    """
+    shares: list[list[tuple[int, T]]] = [[] for _ in range(comm.size)]
+    load = [0] * comm.size
+    for number, task in sorted(enumerate(tasks or ()), key=lambda item: -nbytes(item[1])):
+        rank = min(range(comm.size), key=load.__getitem__)
+        shares[rank].append((number, task))
+        load[rank] += nbytes(task) + 1
+    mine = comm.scatter(shares if comm.rank == ROOT else None, root=ROOT)
+    done: list[tuple[int, R | ReshardError]] = []
+    shown = Progress(sum(nbytes(task) for _, task in mine), progress if comm.rank == ROOT else "off")
+    for number, task in mine:
+        try:
+            done.append((number, do(task)))
+        except ReshardError as error:
+            done.append((number, error))
+        shown.advance(nbytes(task))
+    shown.close()
+    gathered = comm.gather(done, root=ROOT)
+    return [result for _, result in sorted((item for share in gathered or () for item in share), key=lambda item: item[0])]
+
+
+def digests_of(comm: MPI.Comm, folder: Path, tensors: Sequence[WholeTensor] | None, progress: str = "off") -> list[str | ReshardError]:
+    """Collective: the SHA-256 of each of rank 0's tensors, on rank 0; where one couldn't be read, its error."""
+    with Files(folder) as files:
+        return deal(comm, tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.digest(files), progress)
+
+
+def check_equal(comm: MPI.Comm, folder: Path, groups: Sequence[tuple[str, Sequence[WholeTensor]]] | None) -> list[ReshardError]:
+    """Collective: faults of rank 0's groups of things that must be equal, on rank 0."""
+    found = digests_of(comm, folder, [member for _, members in groups or () for member in members])
+    faults: list[ReshardError] = [result for result in found if isinstance(result, ReshardError)]
+    results = iter(found)
+    for what, members in groups or ():
+        digests = [(member, next(results)) for member in members]
+        known = [(member, digest) for member, digest in digests if isinstance(digest, str)]
+        odd = [member for member, digest in known if digest != known[0][1]]
+        if odd:
+            faults.append(IntegrityError(what, f"{odd[0].label} and {known[0][0].label} hold different bytes; they must be equal"))
+    return faults
+
+
+def equal_groups(source: Source, tensor_ids: Collection[str]) -> list[tuple[str, list[WholeTensor]]]:
+    """Replicas and ties of the tensors that must be equal, and that digests in the manifest don't show to be."""
+    tensors, headers = by_tensor(source.case.fragments), source.headers
+    groups = [
+        (f"replica group {members[0].replica.group_id}", [whole_box(member, headers) for member in members])
+        for members in source.findings.replicas_to_read
+        if members[0].logical_tensor_id in tensor_ids
+    ]
+    return groups + [
+        (f"tie group {tensors[a][0].tie_group_id}", [whole_tensor(tensors[tensor_id], headers) for tensor_id in (a, b)])
+        for a, b in source.findings.ties_to_read
+        if {a, b} <= set(tensor_ids) and 0 not in tensors[a][0].global_shape
+    ]

@@ -1,0 +1,163 @@
+"""Half-open integer boxes: how an axis is split, which boxes meet, whether boxes tile a shape.
+
+Pure numpy, no files, no MPI. Many boxes are two int64 arrays of shape (nboxes, naxes). What meets what is found per axis in
+sorted arrays; of all axes the one with the fewest candidates is taken, for each group of boxes by itself. That stays near the
+number of real meetings whichever axis is cut, and unlike a dense grid of cut points it needs memory for candidates only, so that
+irregular (or hostile) boxes can't blow it up.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+CANDIDATES_AT_ONCE = 1 << 22
+
+
+class Boxes(NamedTuple):
+    """Boxes as arrays: `start` and `stop`, int64, shape (nboxes, naxes), start <= stop."""
+
+    start: Ints
+    stop: Ints
+
+    def take(self, index: object) -> "Boxes":
+        return Boxes(self.start[index], self.stop[index])  # type: ignore[index]
+
+    @property
+    def nonempty(self) -> NDArray[np.bool_]:
+        return np.all(self.start < self.stop, axis=1)
+
+    @property
+    def volume(self) -> Ints:
+        return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
+
+
+def chunk(nelems: int, nparts: int, part: int) -> tuple[int, int]:
+    """Part `part` of `nelems` elements cut into `nparts` as `torch.chunk` cuts, as a half-open interval.
+
+    >>> [chunk(5, 4, i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    step = -(-nelems // nparts)
+    return min(part * step, nelems), min((part + 1) * step, nelems)
+
+
+def array_split_part(nitems: int, nparts: int, item: int) -> int:
+    """The part that holds `item` when `range(nitems)` is cut as `numpy.array_split` cuts.
+
+    >>> [array_split_part(5, 3, i) for i in range(5)]
+    [0, 0, 1, 1, 2]
+    """
+    size, nlarger = divmod(nitems, nparts)
+    larger = nlarger * (size + 1)
+    return item // (size + 1) if item < larger else nlarger + (item - larger) // size
+
+
+def meet(a: Boxes, b: Boxes) -> Boxes:
+    """Row by row the common box of `a` and `b`; empty rows have start >= stop on some axis."""
+    return Boxes(np.maximum(a.start, b.start), np.minimum(a.stop, b.stop))
+
+
+def join(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints) -> tuple[Ints, Ints]:
+    """Index pairs (i, j) of every `a[i]` and `b[j]` of the same group that share an element.
+
+    Groups are non-negative numbers, one a box: boxes of different tensors, say, which never meet. Boxes must not be empty.
+    The order of the pairs is a function of the input.
+
+    >>> rows = Boxes(np.array([[0, 0], [2, 0]]), np.array([[2, 4], [4, 4]]))
+    >>> one = Boxes(np.array([[1, 1]]), np.array([[3, 2]]))
+    >>> [index.tolist() for index in join(rows, one, np.zeros(2, int), np.zeros(1, int))]
+    [[0, 1], [0, 0]]
+    """
+    if not len(a_group) or not len(b_group):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    naxes = a.start.shape[1]
+    axes = [_axis_candidates(a, b, a_group, b_group, axis) for axis in range(naxes)]
+    if not axes:  # boxes without axes are single points
+        axes = [_axis_candidates(Boxes(*_unit(a_group)), Boxes(*_unit(b_group)), a_group, b_group, 0)]
+    best = _cheapest_axis([upper - lower for _, lower, upper in axes], a_group)
+    found = [
+        pairs
+        for axis, (order, lower, upper) in enumerate(axes)
+        for pairs in _filtered(a, b, order, lower, upper, np.flatnonzero(best == axis))
+    ]
+    i, j = (np.concatenate([pair[side] for pair in found]) if found else np.empty(0, np.int64) for side in (0, 1))
+    return i, j
+
+
+def _unit(group: Ints) -> tuple[Ints, Ints]:
+    return np.zeros((len(group), 1), np.int64), np.ones((len(group), 1), np.int64)
+
+
+def _axis_candidates(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, axis: int) -> tuple[Ints, Ints, Ints]:
+    """On one axis: an order of `b` in which the candidates of a[i] are the range lower[i]:upper[i]."""
+    columns = (a.start[:, axis], a.stop[:, axis], b.start[:, axis], b.stop[:, axis])
+    # Numbering the cut points lets (group, coordinate) be one int64 without overflow.
+    cuts, numbered = np.unique(np.concatenate(columns), return_inverse=True)
+    nboxes = [len(a_group), len(a_group), len(b_group), len(b_group)]
+    a_start, a_stop, b_start, b_stop = np.split(numbered, np.cumsum(nboxes)[:-1])
+    a_start, a_stop = a_group * len(cuts) + a_start, a_group * len(cuts) + a_stop
+    b_start, b_stop = b_group * len(cuts) + b_start, b_group * len(cuts) + b_stop
+    order = np.lexsort((b_stop, b_start))
+    reached = np.maximum.accumulate(b_stop[order])
+    lower = np.searchsorted(reached, a_start, side="right")
+    upper = np.maximum(np.searchsorted(b_start[order], a_stop, side="left"), lower)
+    return order, lower, upper
+
+
+def _cheapest_axis(counts: list[Ints], group: Ints) -> Ints:
+    """For every box of `a` the axis on which its whole group has the fewest candidates."""
+    totals = np.stack([np.bincount(group, weights=count) for count in counts])
+    return np.argmin(totals, axis=0)[group]
+
+
+def _filtered(a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+    counts = (upper - lower)[rows]
+    ends = np.cumsum(counts)
+    first = 0
+    while first < len(rows):
+        base = ends[first] - counts[first]
+        last = max(first + 1, int(np.searchsorted(ends, base + CANDIDATES_AT_ONCE, side="right")))
+        part, ncandidates = rows[first:last], counts[first:last]
+        i = np.repeat(part, ncandidates)
+        j = order[np.arange(len(i)) - np.repeat(np.cumsum(ncandidates) - ncandidates, ncandidates) + np.repeat(lower[part], ncandidates)]
+        both = meet(a.take(i), b.take(j)).nonempty
+        yield i[both], j[both]
+        first = last
+
+
+def find_overlap(boxes: Boxes, group: Ints) -> tuple[int, int] | None:
+    """The first two different boxes of one group that share an element, or None. Boxes must not be empty."""
+    i, j = join(boxes, boxes, group, group)
+    pairs = np.flatnonzero(i < j)
+    if not len(pairs):
+        return None
+    first = pairs[np.lexsort((j[pairs], i[pairs]))[0]]
+    return int(i[first]), int(j[first])
+
+
+def find_hole(shape: tuple[int, ...], boxes: Boxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """A box (start, stop) of `shape` that no box covers, or None. The boxes must lie within `shape` and not overlap.
+
+    >>> find_hole((4, 4), Boxes(np.array([[0, 0], [2, 0]]), np.array([[2, 4], [4, 3]])))
+    ((2, 3), (4, 4))
+    """
+    if not shape:
+        return None if len(boxes.start) else ((), ())
+    cuts, numbered = np.unique(np.concatenate([boxes.start[:, 0], boxes.stop[:, 0], [0, shape[0]]]), return_inverse=True)
+    nboxes = len(boxes.start)
+    rest = np.prod(boxes.stop[:, 1:] - boxes.start[:, 1:], axis=1, dtype=np.int64)
+    change = np.zeros(len(cuts), np.int64)
+    np.add.at(change, numbered[:nboxes], rest)
+    np.add.at(change, numbered[nboxes : 2 * nboxes], -rest)
+    whole = int(np.prod(shape[1:], dtype=np.int64))
+    lacking = np.flatnonzero(np.cumsum(change)[:-1] < whole)
+    if not len(lacking) or not whole:
+        return None
+    start, stop = int(cuts[lacking[0]]), int(cuts[lacking[0] + 1])
+    here = (boxes.start[:, 0] <= start) & (boxes.stop[:, 0] >= stop)
+    inner = find_hole(shape[1:], Boxes(boxes.start[here, 1:], boxes.stop[here, 1:]))
+    assert inner is not None
+    return (start, *inner[0]), (stop, *inner[1])

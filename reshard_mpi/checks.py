@@ -1,0 +1,300 @@
+"""What a manifest may get wrong, without opening a shard: fields, coordinates, coverage, replicas, ties (SPEC section 1).
+
+Every fault is found and returned, none is raised, so that `plan` and `verify` can tell them all.
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reshard_mpi.boxes import Boxes, find_hole, find_overlap
+from reshard_mpi.dtypes import DTYPES, dtype_named, nbytes_of
+from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names
+from reshard_mpi.manifest import CASE_FILE, Case, Fragment, ParsedCase, by_tensor
+from reshard_mpi.mesh import Mesh, canonical, mesh_from_topology
+
+MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
+SHARD_NAME = re.compile(r"rank-(\d{5,6})\.(safetensors|h5)", re.ASCII)
+
+
+@dataclass
+class Findings:
+    """All faults of a manifest, and the comparisons that digests alone can't settle.
+
+    `is_sound`: the fragments are well formed and agree with each other, so that one can reason about their boxes.
+    """
+
+    is_sound: bool = False
+    faults: list[ReshardError] = field(default_factory=list)
+    replicas_to_read: list[list[Fragment]] = field(default_factory=list)
+    ties_to_read: list[tuple[str, str]] = field(default_factory=list)
+
+
+def check_case(parsed: ParsedCase) -> Findings:
+    """Everything that the manifest alone can tell."""
+    case, found = parsed.case, Findings()
+    if case.expected_manifest_digest not in (None, parsed.fragments_digest):
+        found.faults.append(
+            IntegrityError(
+                CASE_FILE,
+                f"the fragments' digest is {parsed.fragments_digest}, expected_manifest_digest says {case.expected_manifest_digest}; "
+                "the manifest was changed after it was written: get it anew",
+            )
+        )
+    faults = [*_topology_faults(case)]
+    if not faults:
+        mesh = mesh_from_topology(case.topology.source, CASE_FILE)
+        faults += [fault for fragment in case.fragments for fault in _fragment_faults(fragment, mesh)]
+    if not faults:  # what follows compares fragments, which must be sound for that
+        tensors = by_tensor(case.fragments)
+        faults += _identity_faults(case)
+        faults += _storage_faults(case)
+        disagreeing = [fault for tensor in tensors.values() for fault in _agreement_faults(tensor)]
+        faults += disagreeing
+        if not disagreeing:
+            found.is_sound = True
+            faults += _replica_faults(case, found)
+            faults += _coverage_faults(tensors)
+            faults += _tie_faults(tensors, found)
+            faults += _oracle_faults(case, tensors)
+    found.faults += faults
+    return found
+
+
+def _topology_faults(case: Case) -> Iterator[ReshardError]:
+    try:
+        mesh = mesh_from_topology(case.topology.source, f"{CASE_FILE}: topology.source")
+    except InputError as fault:
+        yield fault
+        return
+    if mesh.size != case.world_size:
+        yield InputError(CASE_FILE, f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the product of its axes")
+
+
+def name_of(fragment: Fragment) -> str:
+    return f"{CASE_FILE}: fragment {fragment.fragment_id}"
+
+
+def box_text(offset: Sequence[int], extent: Sequence[int]) -> str:
+    """`[0:2, 4:8]`, as numpy would slice it."""
+    return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(offset, extent, strict=True))}]"
+
+
+def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
+    where, shape = name_of(fragment), fragment.global_shape
+    naxes, padding = len(shape), fragment.padding
+    lengths = (fragment.element_offset, fragment.element_extent, fragment.local_shape, padding.before, padding.after)
+    if any(len(per_axis) != naxes for per_axis in lengths):
+        yield InputError(where, f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; expected one number an axis")
+        return
+    for axis in range(naxes):
+        start, size, before, after = (per_axis[axis] for per_axis in (fragment.element_offset, fragment.element_extent, padding.before, padding.after))
+        if start + size > shape[axis]:
+            yield InputError(
+                where,
+                f"box {box_text(fragment.element_offset, fragment.element_extent)} lies outside tensor {fragment.logical_tensor_id} of shape {list(shape)}",
+            )
+            return
+        if fragment.local_shape[axis] != before + size + after:
+            yield InputError(
+                where,
+                f"local_shape {list(fragment.local_shape)} is not before {list(padding.before)} + extent {list(fragment.element_extent)} + after {list(padding.after)}",
+            )
+            return
+    if padding.semantic == "none" and (any(padding.before) or any(padding.after)):
+        yield InputError(where, f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the semantic of the padding")
+    if any(axis >= naxes for axis in fragment.partition_axes):
+        yield InputError(where, f"partition_axes {list(fragment.partition_axes)} names a tensor axis beyond the {naxes} of {list(shape)}")
+    yield from _size_faults(fragment, where)
+    yield from _rank_faults(fragment, mesh, where)
+
+
+def _size_faults(fragment: Fragment, where: str) -> Iterator[ReshardError]:
+    try:
+        dtype = dtype_named(fragment.dtype, where)
+        for shape in (fragment.global_shape, fragment.local_shape):
+            if nbytes_of(math.prod(shape), dtype, where) >= MOST_BYTES:
+                yield InputError(where, f"an array of shape {list(shape)} has more bytes than any file; expected less than 2**62")
+    except InputError as fault:
+        yield fault
+
+
+def _rank_faults(fragment: Fragment, mesh: Mesh, where: str) -> Iterator[ReshardError]:
+    named = list(fragment.topology_coordinates)
+    coordinates = {canonical(axis): index for axis, index in named}
+    if named != sorted(named) or len(coordinates) < len(named) or "rank" not in coordinates:
+        yield InputError(where, f"topology_coordinates {named} are not sorted pairs, each axis once, rank among them")
+        return
+    rank = coordinates.pop("rank")
+    sizes = dict(mesh.axes)
+    if not mesh.split_axes.keys() <= coordinates.keys() <= sizes.keys():
+        yield InputError(where, f"coordinates name the mesh axes {sorted(coordinates)}, topology.source has {sorted(sizes)}")
+    elif any(index >= sizes[axis] for axis, index in coordinates.items()):
+        yield InputError(where, f"coordinates {coordinates} lie outside the mesh {mesh}")
+    shard = SHARD_NAME.fullmatch(fragment.payload_file)
+    if "/" in fragment.payload_file or "\\" in fragment.payload_file or ".." in fragment.payload_file or "\0" in fragment.payload_file:
+        yield InputError(where, f"payload_file {fragment.payload_file!r} is a path; expected a plain file name in the case folder")
+    elif rank >= mesh.size:
+        yield InputError(where, f"rank {rank} of {mesh.size}; expected ranks from 0")
+    elif not shard or int(shard[1]) != rank or shard[1] != f"{rank:05d}":
+        yield InputError(where, f"payload_file {fragment.payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors")
+
+
+def _identity_faults(case: Case) -> Iterator[ReshardError]:
+    for fragment_id, count in Counter(fragment.fragment_id for fragment in case.fragments).items():
+        if count > 1:
+            yield InputError(CASE_FILE, f"fragment_id {fragment_id!r} is used {count} times; expected each once")
+    tuple_of_rank: dict[int, tuple[object, ...]] = {}
+    rank_of_tuple: dict[tuple[object, ...], int] = {}
+    for fragment in case.fragments:
+        rank = fragment.rank
+        mesh_tuple = tuple(pair for pair in fragment.topology_coordinates if pair[0] != "rank")
+        if tuple_of_rank.setdefault(rank, mesh_tuple) != mesh_tuple or rank_of_tuple.setdefault(mesh_tuple, rank) != rank:
+            yield InputError(
+                name_of(fragment), f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one coordinate tuple a rank"
+            )
+            return
+
+
+def _storage_faults(case: Case) -> Iterator[ReshardError]:
+    first_of: dict[tuple[str, str], Fragment] = {}
+    for fragment in case.fragments:
+        array = (fragment.payload_file, fragment.payload_key)
+        first = first_of.setdefault(array, fragment)
+        if first is fragment:
+            continue
+        both = f"{first.fragment_id} and {fragment.fragment_id} name one stored array, {fragment.payload_key!r} of {fragment.payload_file}"
+        if fragment.shared_storage_id is None or fragment.shared_storage_id != first.shared_storage_id:
+            yield InputError(CASE_FILE, f"{both}, without one shared_storage_id; expected arrays of their own, or the same shared_storage_id")
+        elif (first.dtype, first.local_shape) != (fragment.dtype, fragment.local_shape):
+            yield InputError(CASE_FILE, f"{both}, with different dtype or local_shape")
+        elif None not in (first.fragment_digest, fragment.fragment_digest) and first.fragment_digest != fragment.fragment_digest:
+            yield IntegrityError(CASE_FILE, f"{both}, with different fragment_digest")
+
+
+def _agreement_faults(tensor: list[Fragment]) -> Iterator[ReshardError]:
+    first = tensor[0]
+    for fragment in tensor[1:]:
+        for key in ("fqn", "component_id", "role", "dtype", "global_shape", "tie_group_id"):
+            here, there = getattr(fragment, key), getattr(first, key)
+            if here != there:
+                yield InputError(
+                    name_of(fragment), f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor {fragment.logical_tensor_id}; expected one"
+                )
+                return
+
+
+def replica_groups(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:
+    """Members of each declared replica group, by member_index; boxes without elements take no part."""
+    groups: defaultdict[str, list[Fragment]] = defaultdict(list)
+    for fragment in fragments:
+        if fragment.replica.member_count > 1 and fragment.has_elements:
+            groups[fragment.replica.group_id or ""].append(fragment)
+    return {group_id: sorted(members, key=lambda f: f.replica.member_index) for group_id, members in groups.items()}
+
+
+def _replica_faults(case: Case, found: Findings) -> Iterator[ReshardError]:
+    for group_id, members in replica_groups(case.fragments).items():
+        first, where = members[0], f"{CASE_FILE}: replica group {group_id}"
+        if not group_id:
+            yield InputError(name_of(first), f"member_count is {first.replica.member_count} without a group_id; expected the id that the replicas share")
+            continue
+        counts = {member.replica.member_count for member in members}
+        if counts != {len(members)}:
+            yield InputError(where, f"{len(members)} members ({names(m.fragment_id for m in members)}), member_count says {names(sorted(counts))}")
+        elif [member.replica.member_index for member in members] != list(range(len(members))):
+            yield InputError(where, f"member_index {[m.replica.member_index for m in members]}, expected 0 to {len(members) - 1}, each once")
+        elif len({(member.logical_tensor_id, member.box) for member in members}) > 1:
+            yield InputError(where, f"the members ({names(m.fragment_id for m in members)}) hold different boxes; expected replicas of one box")
+        elif any(member.is_padded or member.fragment_digest is None for member in members):
+            found.replicas_to_read.append(members)
+        elif len({member.fragment_digest for member in members}) > 1:
+            odd = next(member for member in members if member.fragment_digest != first.fragment_digest)
+            yield IntegrityError(where, f"{odd.fragment_id} ({odd.payload_file}) and {first.fragment_id} ({first.payload_file}) have different digests; replicas must be equal")
+
+
+def distinct_boxes(tensor: Sequence[Fragment]) -> list[Fragment]:
+    """The fragments with elements, one (member 0) of each replica group."""
+    return [f for f in tensor if f.has_elements and (f.replica.member_count == 1 or f.replica.member_index == 0)]
+
+
+def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
+    boxes_of = {tensor_id: distinct_boxes(tensor) for tensor_id, tensor in tensors.items()}
+    everything = [fragment for boxes in boxes_of.values() for fragment in boxes]
+    naxes = max((len(fragment.global_shape) for fragment in everything), default=0)
+    fill = [(0,) * (naxes - k) for k in range(naxes + 1)]
+    start = np.array([f.element_offset + fill[len(f.global_shape)] for f in everything], np.int64).reshape(-1, naxes)
+    extent = np.array([f.element_extent + tuple(1 for _ in fill[len(f.global_shape)]) for f in everything], np.int64).reshape(-1, naxes)
+    boxes = Boxes(start, start + extent)
+    group = np.repeat(np.arange(len(boxes_of)), [len(fragments) for fragments in boxes_of.values()])
+    overlap = find_overlap(boxes, group)
+    if overlap:
+        a, b = (everything[index] for index in overlap)
+        yield InputError(
+            f"{CASE_FILE}: tensor {a.logical_tensor_id}",
+            f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and they are no declared replicas; "
+            "expected boxes that tile the tensor",
+        )
+        return
+    covered = np.bincount(group, weights=None, minlength=len(boxes_of))  # boxes a tensor
+    first = np.cumsum(covered) - covered
+    for index, (tensor_id, tensor) in enumerate(tensors.items()):
+        shape = tensor[0].global_shape
+        mine = slice(int(first[index]), int(first[index] + covered[index]))
+        if sum(math.prod(f.element_extent) for f in boxes_of[tensor_id]) == math.prod(shape):
+            continue
+        hole = find_hole(shape, Boxes(boxes.start[mine, : len(shape)], boxes.stop[mine, : len(shape)]))
+        assert hole is not None
+        held = names(f"{f.fragment_id} {box_text(*f.box)}" for f in boxes_of[tensor_id]) or "none"
+        yield InputError(
+            f"{CASE_FILE}: tensor {tensor_id}",
+            f"box {box_text(hole[0], tuple(b - a for a, b in zip(*hole, strict=True)))} of shape {list(shape)} is in no fragment (there are: {held}); "
+            "nothing is filled in: find the missing shard or manifest entry",
+        )
+
+
+def _tie_faults(tensors: dict[str, list[Fragment]], found: Findings) -> Iterator[ReshardError]:
+    ties: defaultdict[str, list[str]] = defaultdict(list)
+    for tensor_id, tensor in tensors.items():
+        if tensor[0].tie_group_id is not None:
+            ties[tensor[0].tie_group_id].append(tensor_id)
+    for tie, tied in ties.items():
+        first = tensors[tied[0]]
+        for other_id in tied[1:]:
+            other, where = tensors[other_id], f"{CASE_FILE}: tie group {tie}"
+            if (first[0].global_shape, first[0].dtype) != (other[0].global_shape, other[0].dtype):
+                yield InputError(where, f"{tied[0]} is {first[0].dtype} {list(first[0].global_shape)}, {other_id} is {other[0].dtype} {list(other[0].global_shape)}; tied tensors must be alike")
+                continue
+            here, there = _digest_of_boxes(first), _digest_of_boxes(other)
+            differing = [box for box in here.keys() & there.keys() if here[box] != there[box]]
+            if differing:
+                yield IntegrityError(where, f"{tied[0]} and {other_id} have different digests for box {box_text(*min(differing))}; tied tensors must be equal")
+            elif not {f.box for f in distinct_boxes(first)} <= here.keys() & there.keys():
+                found.ties_to_read.append((tied[0], other_id))
+
+
+def _digest_of_boxes(tensor: list[Fragment]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
+    return {f.box: f.fragment_digest for f in distinct_boxes(tensor) if f.fragment_digest is not None and not f.is_padded}
+
+
+def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
+    if case.oracles and case.oracle_file is None:
+        yield InputError(CASE_FILE, f"{len(case.oracles)} oracles, but oracle_file is null; expected the file that holds them")
+    elif case.oracle_file is not None and (case.oracle_file != case.oracle_file.split("/")[-1].split("\\")[-1] or case.oracle_file in ("", ".", "..") or "\0" in case.oracle_file):
+        yield InputError(CASE_FILE, f"oracle_file {case.oracle_file!r} is a path; expected a plain file name in the case folder")
+    for tensor_id, count in Counter(oracle.logical_tensor_id for oracle in case.oracles).items():
+        if count > 1:
+            yield InputError(CASE_FILE, f"{count} oracles for tensor {tensor_id}; expected one")
+    for oracle in case.oracles:
+        where = f"{CASE_FILE}: oracle of {oracle.logical_tensor_id}"
+        tensor = tensors.get(oracle.logical_tensor_id)
+        if tensor is None:
+            yield InputError(where, "no fragment belongs to that tensor; expected an oracle for a tensor of the case")
+        elif (tensor[0].dtype, tensor[0].global_shape) != (oracle.dtype, oracle.shape):
+            yield InputError(where, f"{oracle.dtype} {list(oracle.shape)}, but the fragments say {tensor[0].dtype} {list(tensor[0].global_shape)}")
+        elif oracle.dtype not in DTYPES:
+            yield InputError(where, f"dtype {oracle.dtype!r} is not known")

@@ -1,0 +1,115 @@
+"""The command line: every option and every default. Imports no MPI, so that `--help` and usage errors need none."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from reshard_mpi import __version__
+from reshard_mpi.errors import UsageError
+from reshard_mpi.mesh import Mesh, parse_target
+from reshard_mpi.units import binary_size
+
+DEMO = "demo"  # what runs without a command
+USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
+DEFAULT_MEMORY = "256M"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(self.prog, f"{message}; see {self.prog} --help")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments as options; UsageError, or SystemExit(0) after `--help` or `--version`."""
+    options = _parser().parse_args([_dashes(argument) for argument in arguments])
+    options.command = options.command or DEMO
+    options.uses_all_ranks = options.command in USES_ALL_RANKS
+    return options
+
+
+def _dashes(argument: str) -> str:
+    """`--dry_run` is accepted for `--dry-run`."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def _target(text: str) -> Mesh:
+    return parse_target(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 100000")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="reshard_mpi",
+        description="Turn a checkpoint saved by N ranks in one parallel topology into the shards of another.",
+        epilog="Without a command: reshard the built-in sample into ./reshard-sample. "
+        "Exit codes: 0 done, 1 different, 2 usage, 3 bad input, 4 integrity, 5 I/O, 6 can't be planned, 70 bug, 75 stopped, can be resumed.",
+    )
+    parser.add_argument("--version", action="version", version=f"reshard_mpi {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    _add_reshard(commands.add_parser("reshard", help="write SOURCE in another topology to OUT"))
+    _add_plan(commands.add_parser("plan", help="say what reshard would do, from headers alone"))
+    inspect = commands.add_parser("inspect", help="show what a checkpoint holds")
+    inspect.add_argument("source", type=Path, metavar="SOURCE")
+    inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    verify = commands.add_parser("verify", help="recompute every digest and name every fault")
+    verify.add_argument("source", type=Path, metavar="CASE")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    compare = commands.add_parser("compare", help="are two checkpoints equal, tensor by tensor?")
+    compare.add_argument("a", type=Path, metavar="A")
+    compare.add_argument("b", type=Path, metavar="B")
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
+    for command in commands.choices.values():
+        command.add_argument("--progress", choices=("auto", "plain", "bar", "off"), default="auto", help="on stderr (default auto)")
+    return parser
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a checkpoint case")
+    parser.add_argument("--target", type=_target, metavar="AXES", help="tp=4, pp=2,tp=2, single, ... (default: topology.target of SOURCE)")
+    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only tensors whose fqn matches (may be repeated)")
+    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)")
+    parser.add_argument(
+        "--memory", type=binary_size, default=binary_size(DEFAULT_MEMORY), metavar="SIZE", help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})"
+    )
+
+
+def _add_reshard(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
+    parser.add_argument("--verify", choices=("source", "full", "none"), default="source", help="what is held against digests (default source)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
+    parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser)
+    parser.add_argument("--ranks", type=_count, metavar="P", help="MPI ranks to plan for (default: those of this run, or as many as source shards)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_sample(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--size", type=binary_size, default=binary_size("64M"), metavar="SIZE", help="bytes of all tensors, about (default 64M)")
+    for axis in ("tp", "pp", "dp", "fsdp", "cp"):
+        parser.add_argument(f"--{axis}", type=_count, default=1, metavar="N", help=f"ranks of mesh axis {axis} (default 1)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default bfloat16)")
+    parser.add_argument("--seed", type=int, default=0, help="of the values (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
+
+
+def tell(error: object) -> None:
+    sys.stderr.write(f"reshard_mpi: error: {error}\n")
+    sys.stderr.flush()

@@ -1,0 +1,103 @@
+"""Are two checkpoints equal, tensor by tensor, whatever their topologies?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from reshard_mpi.audit import deal
+from reshard_mpi.comm import on_root, raise_together
+from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.errors import ReshardError, first_to_tell
+from reshard_mpi.load import load_together
+from reshard_mpi.manifest import Fragment, by_tensor
+from reshard_mpi.source import Source
+from reshard_mpi.storage.files import Files
+from reshard_mpi.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
+
+TASK_NBYTES = 64 * PART_NBYTES  # compared by one rank in one go
+
+
+@dataclass(frozen=True)
+class _Task:
+    tensor_id: str
+    a: WholeTensor
+    b: WholeTensor
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The first element, in row-major order, that differs, and the number of those that do."""
+
+    first_index: int
+    count: int
+
+
+def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> dict[str, Any] | None:
+    """Collective: what differs, on rank 0: `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., ..}]}`."""
+    a, b = load_together(comm, a_folder), load_together(comm, b_folder)
+    on_root(comm, lambda: [source.raise_first() for source in (a, b) if source])
+    differences, tasks = _metadata_differences(a, b) if a and b else ([], [])
+    with Files(a_folder) as a_files, Files(b_folder) as b_files:
+        found = deal(comm, tasks, lambda task: task.last - task.first, lambda task: _compare_bytes(task, a_files, b_files), progress)
+    raise_together(comm, first_to_tell(result for result in found if isinstance(result, ReshardError)))
+    return on_root(comm, lambda: _verdict(a, tasks, found, differences))
+
+
+def _metadata_differences(a: Source, b: Source) -> tuple[list[dict[str, Any]], list[_Task]]:
+    in_a, in_b = by_tensor(a.case.fragments), by_tensor(b.case.fragments)
+    differences: list[dict[str, Any]] = []
+    tasks: list[_Task] = []
+    for tensor_id in sorted(in_a.keys() | in_b.keys()):
+        here, there = in_a.get(tensor_id), in_b.get(tensor_id)
+        if here is None or there is None:
+            differences.append({"tensor": tensor_id, "what": f"only in {b.folder if here is None else a.folder}"})
+        elif _kind(here[0]) != _kind(there[0]):
+            differences.append({"tensor": tensor_id, "what": f"{_kind(here[0])} and {_kind(there[0])}"})
+        elif 0 not in here[0].global_shape:
+            pair = whole_tensor(here, a.headers), whole_tensor(there, b.headers)
+            tasks += [_Task(tensor_id, *pair, first, min(first + TASK_NBYTES, pair[0].nbytes)) for first in range(0, pair[0].nbytes, TASK_NBYTES)]
+    return differences, tasks
+
+
+def _kind(fragment: Fragment) -> str:
+    return f"{fragment.dtype} {list(fragment.global_shape)}"
+
+
+def _compare_bytes(task: _Task, a_files: Files, b_files: Files) -> _Difference | None:
+    first_index, count = -1, 0
+    for first in range(task.first, task.last, PART_NBYTES):
+        last = min(first + PART_NBYTES, task.last)
+        here, there = task.a.read(a_files, first, last), task.b.read(b_files, first, last)
+        if not np.array_equal(here, there):
+            elements = _differing_elements(here, there, DTYPES[task.a.dtype].nbits, first)
+            first_index = first_index if count else int(elements[0])
+            count += len(elements)
+    return _Difference(first_index, count) if count else None
+
+
+def _differing_elements(here: Bytes, there: Bytes, nbits: int, first: int) -> np.ndarray:
+    """Flat indices of the elements that differ; `first` is the tensor's byte at which both begin."""
+    if nbits >= 8:
+        return np.unique((np.flatnonzero(here != there) + first) // (nbits // 8))
+    bits = np.flatnonzero(np.unpackbits(here ^ there, bitorder="little"))
+    return np.unique((bits + first * 8) // nbits)
+
+
+def _verdict(a: Source | None, tasks: list[_Task], found: list[_Difference | None | ReshardError], differences: list[dict[str, Any]]) -> dict[str, Any]:
+    assert a is not None
+    shapes = {fragment.logical_tensor_id: fragment.global_shape for fragment in a.case.fragments}
+    bytes_differ: dict[str, _Difference] = {}
+    for task, result in zip(tasks, found, strict=True):
+        if isinstance(result, _Difference):
+            before = bytes_differ.get(task.tensor_id)
+            bytes_differ[task.tensor_id] = _Difference(before.first_index, before.count + result.count) if before else result
+    for tensor_id, difference in bytes_differ.items():
+        index = [int(i) for i in np.unravel_index(difference.first_index, shapes[tensor_id])] if shapes[tensor_id] else []
+        differences.append({"tensor": tensor_id, "what": "bytes differ", "first_index": index, "count": difference.count})
+    differences.sort(key=lambda difference: difference["tensor"])
+    return {"equal": not differences, "ntensors": len(shapes), "differences": differences}

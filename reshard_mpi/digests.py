@@ -1,0 +1,61 @@
+"""SHA-256 of stored arrays, computed while their bytes pass by."""
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+
+from reshard_mpi.boxes import Ints
+from reshard_mpi.storage.files import COPY_NBYTES
+
+Read = Callable[[int, memoryview], None]  # fills the view with the array's bytes from an offset within the array on
+
+
+class RunningDigest:
+    """The SHA-256 of an array of `nbytes` bytes, fed with spans of it.
+
+    SHA-256 is sequential: a span that comes out of order is not taken, and read again once it is due.
+    """
+
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
+        self._position = 0
+        self._sha256 = hashlib.sha256()
+
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Take what is due of the bytes at `offset` within the array."""
+        if offset <= self._position < offset + len(data):
+            self._sha256.update(data[self._position - offset :])
+            self._position = offset + len(data)
+
+    def catch_up(self, offset: int, read: Read) -> int:
+        """Take what is lacking before `offset`; returns the number of bytes that had to be read for it."""
+        lacking = max(offset - self._position, 0)
+        if lacking:
+            buffer = memoryview(bytearray(min(COPY_NBYTES, lacking)))
+            while self._position < offset:
+                part = buffer[: min(len(buffer), offset - self._position)]
+                read(self._position, part)
+                self.feed(self._position, part)
+        return lacking
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position == self.nbytes
+
+    def digest(self) -> bytes:
+        assert self.is_complete
+        return self._sha256.digest()
+
+
+def digest_row(name: str | None) -> Ints:
+    """`sha256:…` as four int64, zeros for none.
+
+    >>> digest_name(digest_row("sha256:" + 64 * "7"))[:10]
+    'sha256:777'
+    """
+    return np.frombuffer(bytes.fromhex(name.removeprefix("sha256:")) if name else bytes(32), np.int64)
+
+
+def digest_name(row: Ints | bytes) -> str:
+    return f"sha256:{bytes(row).hex()}"

@@ -1,0 +1,82 @@
+"""Everything that can go wrong, each with the exit code that it ends the job with.
+
+An error says WHERE, what was found, what was expected, and what to do; the command line prints it as one line.
+"""
+
+from collections.abc import Iterable
+
+
+class ReshardError(Exception):
+    """Base class. `where` is a file, tensor or option; the message says what was found, what was expected, what to do."""
+
+    exit_code = 70
+
+    def __init__(self, where: str, message: str):
+        super().__init__(where, message)
+        self.where = where
+        self.message = message
+
+    def __str__(self) -> str:
+        # Names come from untrusted files: a newline in one of them must not forge a second message.
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{self.where}: {self.message}")
+
+
+class UsageError(ReshardError):
+    """The command line, or what it names, is not usable."""
+
+    exit_code = 2
+
+
+class InputError(ReshardError):
+    """The checkpoint contradicts its schema, its headers or itself."""
+
+    exit_code = 3
+
+
+class IntegrityError(ReshardError):
+    """Bytes differ from their digest, replica, tie or oracle."""
+
+    exit_code = 4
+
+
+class StorageError(ReshardError):
+    """A file is missing, unreadable, or can't be written."""
+
+    exit_code = 5
+
+
+class PlanningError(ReshardError):
+    """The job can't be planned within its limits."""
+
+    exit_code = 6
+
+
+class Interrupted(ReshardError):
+    """Stopped by a signal; the same command continues."""
+
+    exit_code = 75
+
+
+def storage_error(path: object, error: OSError, what: str) -> StorageError:
+    """The StorageError that says of `path` what the operating system said while we tried to `what` it."""
+    return StorageError(str(path), f"can't {what}: {error.strerror or error}; check the path, its permissions and free space")
+
+
+# SPEC section 4: of different faults on different ranks, bad input is told before a file that failed, and so on.
+_TOLD_FIRST = {3: 0, 5: 1, 4: 2, 6: 3}
+
+
+def first_to_tell(errors: Iterable[ReshardError]) -> ReshardError | None:
+    """The error that stands for all; of equal ones the earliest (errors come in rank order)."""
+    return min(errors, key=lambda e: _TOLD_FIRST.get(e.exit_code, 4), default=None)
+
+
+def names(items: Iterable[object], most: int = 5) -> str:
+    """`a, b, c and 7 more`: a list that stays on one line.
+
+    >>> names(range(9), most=2)
+    '0, 1 and 7 more'
+    """
+    listed = [str(item) for item in items]
+    rest = len(listed) - most
+    return ", ".join(listed) if rest <= 0 else f"{', '.join(listed[:most])} and {rest} more"

@@ -1,0 +1,49 @@
+"""What the environment says about who started this process, before MPI is there to ask.
+
+One table from the launchers' variables to meaning: Hydra (MPICH) and Slurm's pmi2 set PMI_*, Open MPI OMPI_COMM_WORLD_*, Slurm
+SLURM_*, torchrun RANK and WORLD_SIZE.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard_mpi.errors import UsageError
+
+# Innermost first: mpirun inside an sbatch script sees the variables of both.
+_MPI_LAUNCHERS = (
+    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun of MPICH", "PMI_RANK", "PMI_SIZE"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+NO_LAUNCHER = "no launcher"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher's name, the rank that it gave to this process, and the number of processes."""
+
+    name: str
+    rank: int
+    nranks: int
+
+
+def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Who started this process; one process started by nobody in particular when no launcher shows."""
+    for name, rank, nranks in _MPI_LAUNCHERS:
+        if environment.get(rank, "").isdecimal() and environment.get(nranks, "").isdecimal():
+            return Launch(name, int(environment[rank]), int(environment[nranks]))
+    if "TORCHELASTIC_RUN_ID" in environment and environment.get("RANK", "").isdecimal() and environment.get("WORLD_SIZE", "").isdecimal():
+        return Launch("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+    return Launch(NO_LAUNCHER, 0, 1)
+
+
+def check_world(nranks: int, launch: Launch, library: str) -> None:
+    """UsageError unless MPI sees as many ranks as the launcher started: N worlds of one rank would each write the same output."""
+    if launch.nranks == nranks or launch.name == NO_LAUNCHER:
+        return
+    raise UsageError(
+        launch.name,
+        f"started {launch.nranks} processes, but {library} sees a world of {nranks}; "
+        "use the mpirun of this MPI library, or the srun --mpi=TYPE that it needs (pmi2 for MPICH, pmix for Open MPI)",
+    )

@@ -1,0 +1,257 @@
+"""What each mesh axis does to each tensor: read from a layout, inferred from coordinates, or by default (SPEC section 2).
+
+    tp = 2 splits axis 1          dp = 2 replicates           pp = 2 places
+    +-------+-------+             +-------+ +-------+         +-------+
+    | tp 0  | tp 1  |             | dp 0  |=| dp 1  |         | pp 0  |  (nothing on pp 1)
+    +-------+-------+             +-------+ +-------+         +-------+
+
+The result, a Rule per tensor and mesh axis, is all that is needed to say which box of which tensor a target rank holds.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from reshard_mpi.boxes import array_split_part, chunk
+from reshard_mpi.errors import InputError, ReshardError, names
+from reshard_mpi.manifest import CASE_FILE, Case, Fragment, Layout, Rule, Stages, by_tensor
+from reshard_mpi.mesh import Mesh, canonical, mesh_from_topology, nesting_order
+
+LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.", re.ASCII)
+EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.", re.ASCII)
+EMBEDDING = ("embed", "wte", "wpe")
+NUMBERED = {"pp": LAYER, "ep": EXPERT}  # the mesh axes that place by a number in the fqn
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, extent) in elements
+MeshTuple = tuple[int, ...]  # an index on each source mesh axis, in mesh order
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What the layout needs to know of a logical tensor. Shapes count elements."""
+
+    tensor_id: str
+    fqn: str
+    shape: tuple[int, ...]
+
+
+class Stacks:
+    """How many layers (or experts) each numbered stack of a case has: 1 + the highest number after its prefix."""
+
+    def __init__(self, fqns: Iterable[str]):
+        self._depth: defaultdict[tuple[str, str], int] = defaultdict(int)
+        for fqn in fqns:
+            for axis in NUMBERED:
+                prefix, number = self._parse(axis, fqn)
+                if number is not None:
+                    self._depth[axis, prefix] = max(self._depth[axis, prefix], number + 1)
+
+    @staticmethod
+    def _parse(axis: str, fqn: str) -> tuple[str, int | None]:
+        match = NUMBERED[axis].search(fqn) if axis in NUMBERED else None
+        return (fqn[: match.start()], int(match[1])) if match else ("", None)
+
+    def part(self, axis: str, fqn: str, nparts: int) -> int | None:
+        """The part of its stack that the numbered tensor `fqn` goes to; None when it has no number for this mesh axis."""
+        prefix, number = self._parse(axis, fqn)
+        return None if number is None else array_split_part(self._depth[axis, prefix], nparts, number)
+
+
+def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tuple[Layout, list[ReshardError]]:
+    """The rule of every mesh axis that matters now or later, per tensor, and the reasons to refuse.
+
+    `given` (a layout file, say) goes before `topology.layout` of the case, that before inference, that before defaults.
+    """
+    source = mesh_from_topology(case.topology.source, CASE_FILE)
+    stacks = Stacks(fragment.fqn for fragment in case.fragments)
+    layout: Layout = {}
+    faults: list[ReshardError] = []
+    without_rule: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for tensor_id, fragments in by_tensor(case.fragments).items():
+        tensor = Tensor(tensor_id, fragments[0].fqn, fragments[0].global_shape)
+        known = _read_rules(tensor, case.topology.layout, given)
+        faults += _rule_faults(tensor, known)
+        inferred = _inferred_rules(source, fragments)
+        rules = {axis: rule for axis, rule in inferred.items() if not isinstance(rule, Undetermined)} | known
+        for axis, size in target.split_axes.items():
+            if axis in rules:
+                continue
+            unclear = inferred.get(axis)
+            default = _default_rule(axis, size, tensor, stacks, source)
+            if isinstance(unclear, Undetermined):
+                without_rule[axis, unclear.reason].append(tensor_id)
+            elif default is None:
+                without_rule[axis, "the source has no such axis and no layout says what it does"].append(tensor_id)
+            else:
+                rules[axis] = default
+        layout[tensor_id] = rules
+    for (axis, reason), tensors in without_rule.items():
+        faults.append(
+            InputError(f"mesh axis {axis}", f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; give a rule for them with --layout")
+        )
+    return layout, faults
+
+
+def _read_rules(tensor: Tensor, *layouts: Layout | None) -> dict[str, Rule]:
+    rules: dict[str, Rule] = {}
+    for layout in layouts:
+        rules |= {canonical(axis): rule for axis, rule in ((layout or {}).get(tensor.tensor_id) or {}).items()}
+    return rules
+
+
+def _rule_faults(tensor: Tensor, rules: Mapping[str, Rule]) -> list[ReshardError]:
+    where = f"{CASE_FILE}: topology.layout of {tensor.tensor_id}"
+    faults: list[ReshardError] = []
+    for axis, rule in rules.items():
+        if isinstance(rule, int) and rule >= len(tensor.shape):
+            faults.append(InputError(where, f"{axis} splits axis {rule} of a tensor with {len(tensor.shape)} axes"))
+        elif isinstance(rule, Stages) and (not rule.stages or max(rule.stages) >= rule.of):
+            faults.append(InputError(where, f"{axis} places it at stages {list(rule.stages)} of {rule.of}; expected stages from 0 to {rule.of - 1}"))
+    return faults
+
+
+def _default_rule(axis: str, size: int, tensor: Tensor, stacks: Stacks, source: Mesh) -> Rule | None:
+    """What an axis that the source doesn't have does to a tensor; None: only a layout can say."""
+    if axis in ("dp", "cp") or 0 in tensor.shape:
+        return "replicate"
+    if axis == "fsdp":
+        return 0 if tensor.shape else "replicate"
+    if axis in NUMBERED:
+        part = stacks.part(axis, tensor.fqn, size)
+        if part is None and axis == "ep":
+            return "replicate"
+        if part is None:
+            part = 0 if any(word in tensor.fqn for word in EMBEDDING) else size - 1
+        return Stages((part,), size)
+    return None if tensor.shape else "replicate"
+
+
+@dataclass(frozen=True)
+class Undetermined:
+    """Why the coordinates don't show what a mesh axis does."""
+
+    reason: str
+
+
+def _inferred_rules(source: Mesh, fragments: Sequence[Fragment]) -> Mapping[str, Rule | Undetermined]:
+    axes = list(source.split_axes)
+    holders: defaultdict[MeshTuple, list[Box]] = defaultdict(list)
+    for fragment in fragments:
+        coordinates = {canonical(axis): index for axis, index in fragment.topology_coordinates}
+        holders[tuple(coordinates[axis] for axis in axes)].append(fragment.box)
+    held = tuple(sorted((where, tuple(sorted(boxes))) for where, boxes in holders.items()))
+    return infer_rules(tuple(source.split_axes.items()), held)
+
+
+@lru_cache(maxsize=4096)  # the layers of a model repeat each other
+def infer_rules(axes: tuple[tuple[str, int], ...], held: tuple[tuple[MeshTuple, tuple[Box, ...]], ...]) -> Mapping[str, Rule | Undetermined]:
+    """What each mesh axis does to one tensor, from the boxes that each mesh tuple holds.
+
+    >>> infer_rules((("dp", 2), ("tp", 2)), tuple(((d, t), (((0, 2 * t), (4, 2)),)) for d in (0, 1) for t in (0, 1)))
+    {'dp': 'replicate', 'tp': 1}
+    """
+    boxes = dict(held)
+    with_elements = {where: tuple(box for box in here if 0 not in box[1]) for where, here in held}
+    with_elements = {where: here for where, here in with_elements.items() if here}
+    rules: dict[str, Rule | Undetermined] = {}
+    for index, (axis, size) in enumerate(axes):
+        rules[axis] = _infer_axis(axis, size, _lines(boxes, index), _lines(with_elements, index))
+    if not _explained(axes, rules, with_elements):
+        for axis, rule in rules.items():
+            if not isinstance(rule, int):
+                rules[axis] = Undetermined("no two fragments differ in its coordinate alone and show what it does")
+    return rules
+
+
+Line = dict[int, tuple[Box, ...]]  # the boxes at each index of one mesh axis, all other coordinates equal
+
+
+def _lines(boxes: Mapping[MeshTuple, tuple[Box, ...]], index: int) -> list[Line]:
+    lines: defaultdict[MeshTuple, Line] = defaultdict(dict)
+    for where, here in boxes.items():
+        lines[where[:index] + where[index + 1 :]][where[index]] = here
+    return list(lines.values())
+
+
+def _infer_axis(axis: str, size: int, lines: list[Line], lines_with_elements: list[Line]) -> Rule | Undetermined:
+    followed = _axes_followed(lines)
+    if len(followed) > 1:  # empty parts may stand anywhere: then they are no evidence
+        lines = lines_with_elements
+        followed = _axes_followed(lines)
+    if len(followed) > 1:
+        return Undetermined(f"its coordinate changes the boxes along tensor axes {names(sorted(followed))} at once")
+    if followed:
+        return followed.pop()
+    if any(len(set(line.values())) > 1 for line in lines):
+        return Undetermined("its coordinate changes which boxes are held, along no one tensor axis")
+    indices = {index for line in lines for index in line}
+    if len(indices) in (0, size) or axis not in NUMBERED:
+        return "replicate"  # on all coordinates, or saved by some of them once for all
+    if any(set(line) != indices for line in lines):
+        return Undetermined("where it places the tensor depends on the other coordinates")
+    return Stages(tuple(sorted(indices)), size)
+
+
+def _axes_followed(lines: list[Line]) -> set[int]:
+    """The tensor axes along which boxes differ between two indices of a line."""
+    followed: set[int] = set()
+    for line in lines:
+        if len(set(line.values())) > 1:
+            naxes = len(next(iter(line.values()))[0][0])
+            for axis in range(naxes):
+                intervals = {frozenset((offset[axis], extent[axis]) for offset, extent in boxes) for boxes in line.values()}
+                if len(intervals) > 1:
+                    followed.add(axis)
+    return followed
+
+
+def _explained(axes: tuple[tuple[str, int], ...], rules: Mapping[str, Rule | Undetermined], boxes: Mapping[MeshTuple, tuple[Box, ...]]) -> bool:
+    """Do the axes that split account for every difference between the boxes?"""
+    splitting = [index for index, (axis, _) in enumerate(axes) if not isinstance(rules[axis], str | Stages)]
+    seen: dict[MeshTuple, tuple[Box, ...]] = {}
+    return all(seen.setdefault(tuple(where[index] for index in splitting), here) == here for where, here in boxes.items())
+
+
+def target_boxes(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> list[tuple[int, Box]]:
+    """(rank, box) of every target rank that holds the tensor, by rank; parts without elements included."""
+    sizes = target.split_axes
+    stages = {axis: _stages(axis, size, rule, tensor, stacks) for axis, size in sizes.items() if isinstance(rule := rules[axis], Stages)}
+    splits: defaultdict[int, list[str]] = defaultdict(list)
+    for axis in nesting_order(sizes):
+        rule = rules[axis]
+        if isinstance(rule, int):
+            splits[rule].append(axis)
+    found = []
+    for rank in range(target.size):
+        coordinates = target.coordinates(rank)
+        if all(coordinates[axis] in held for axis, held in stages.items()):
+            found.append((rank, _box(tensor.shape, splits, sizes, coordinates)))
+    return found
+
+
+def _box(shape: tuple[int, ...], splits: Mapping[int, list[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Box:
+    offset, extent = [0] * len(shape), list(shape)
+    for tensor_axis, mesh_axes in splits.items():
+        for axis in mesh_axes:
+            start, stop = chunk(extent[tensor_axis], sizes[axis], coordinates[axis])
+            offset[tensor_axis] += start
+            extent[tensor_axis] = stop - start
+    return tuple(offset), tuple(extent)
+
+
+def _stages(axis: str, size: int, rule: Stages, tensor: Tensor, stacks: Stacks) -> set[int]:
+    """The coordinates of the target's mesh axis, of `size`, at which the tensor is held."""
+    if rule.of == size:
+        return set(rule.stages)
+    part = stacks.part(axis, tensor.fqn, size)
+    if part is not None:
+        return {part}
+    last = rule.of - 1
+    return {size - 1 if rule.of > 1 and stage == last else stage * size // rule.of for stage in rule.stages}
+
+
+def partition_axes(rules: Mapping[str, Rule], target: Mesh) -> tuple[int, ...]:
+    """The tensor axes that a mesh axis of size > 1 splits."""
+    return tuple(sorted({rule for axis in target.split_axes if isinstance(rule := rules[axis], int)}))

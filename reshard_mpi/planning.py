@@ -1,0 +1,101 @@
+"""The `plan` command: what `reshard` would do, from headers alone, and every reason why it would refuse."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from reshard_mpi.errors import ReshardError, names
+from reshard_mpi.plan import round_nbytes_of, traffic
+from reshard_mpi.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.report import size_text, topology_text
+from reshard_mpi.source import Source
+
+MOST_LINES = 40
+
+
+def refusals_of(source: Source, selection: Selection, nranks: int, memory_nbytes: int) -> tuple[Prepared | None, list[ReshardError]]:
+    """The prepared job, or every reason to refuse it."""
+    faults = list(source.findings.faults)
+    outgoing = None
+    if source.findings.is_sound:
+        outgoing, refused = outgoing_of(source, selection)
+        faults += refused
+    try:
+        round_nbytes = round_nbytes_of(memory_nbytes)
+        if outgoing is not None and not faults:
+            return prepare(source, outgoing, nranks, round_nbytes), []
+    except ReshardError as fault:
+        faults.append(fault)
+    return None, faults
+
+
+def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
+    """What the plan says, as JSON values; bytes and ranks are of MPI ranks unless `shard` is in the name."""
+    plan, case = prepared.plan, prepared.outgoing.case
+    moved = traffic(plan)
+    away = moved.sum(axis=1) - np.diagonal(moved)
+    ranks = [
+        {
+            "rank": rank,
+            "read_nbytes": int(plan.source.arrays.nbytes[plan.source.arrays.rank == rank].sum()),
+            "sent_nbytes": int(away[rank]),
+            "written_nbytes": int(plan.target.arrays.nbytes[plan.target.arrays.rank == rank].sum()),
+        }
+        for rank in range(plan.nranks)
+    ]
+    return {
+        "source": str(source.folder),
+        "source_topology": dict(case.topology.target),
+        "target_topology": dict(case.topology.source),
+        "nranks": plan.nranks,
+        "nrounds": plan.nrounds,
+        "buffers_nbytes": plan.memory_nbytes,
+        "read_nbytes": sum(rank["read_nbytes"] for rank in ranks),
+        "sent_nbytes": sum(rank["sent_nbytes"] for rank in ranks),
+        "written_nbytes": sum(rank["written_nbytes"] for rank in ranks),
+        "ranks": ranks,
+        "traffic_nbytes": moved.tolist(),
+        "shards": _shards(prepared),
+        "layout": msgspec.to_builtins(case.topology.layout),
+        "warnings": source.warnings,
+        "refusals": [],
+    }
+
+
+def _shards(prepared: Prepared) -> list[dict[str, Any]]:
+    source_ranks = {f"{prepared.outgoing.case.case_id}#{fragment.fragment_id}": fragment.rank for f in prepared.source_fragments for fragment in f}
+    comes_from: defaultdict[str, set[int]] = defaultdict(set)
+    nfragments: defaultdict[str, int] = defaultdict(int)
+    for fragment in prepared.outgoing.case.fragments:
+        nfragments[fragment.payload_file] += 1
+        comes_from[fragment.payload_file] |= {source_ranks[ref] for ref in fragment.evidence_refs if ref in source_ranks}
+    return [
+        {"file": file.name, "nbytes": file.nbytes, "nfragments": nfragments[file.name], "source_shards": sorted(comes_from[file.name])} for file in prepared.target_files
+    ]
+
+
+def plan_text(facts: Mapping[str, Any]) -> str:
+    """The plan for people."""
+    lines = [
+        f"{facts['source']}: {topology_text(facts['source_topology'])} -> {topology_text(facts['target_topology'])}, {facts['nranks']} ranks, {facts['nrounds']} rounds",
+        f"read {size_text(facts['read_nbytes'])}, sent {size_text(facts['sent_nbytes'])}, written {size_text(facts['written_nbytes'])}; "
+        f"buffers of a rank {size_text(facts['buffers_nbytes'])}",
+        "",
+        f"{'rank':>6}{'reads':>12}{'sends':>12}{'writes':>12}",
+    ]
+    lines += [
+        f"{rank['rank']:>6}{size_text(rank['read_nbytes']):>12}{size_text(rank['sent_nbytes']):>12}{size_text(rank['written_nbytes']):>12}"
+        for rank in facts["ranks"][:MOST_LINES]
+    ]
+    lines += ["", f"{'target shard':<26}{'fragments':>10}{'bytes':>12}  from source shards"]
+    for shard in facts["shards"][:MOST_LINES]:
+        lines.append(f"{shard['file']:<26}{shard['nfragments']:>10}{size_text(shard['nbytes']):>12}  {names(shard['source_shards'], most=8) or '-'}")
+    left = max(len(facts["ranks"]), len(facts["shards"])) - MOST_LINES
+    return "\n".join([*lines, *([f"... and {left} more (--json has all)"] if left > 0 else [])])
+
+
+def refusals_text(faults: list[ReshardError]) -> str:
+    return "\n".join(f"refused (exit {fault.exit_code}): {fault}" for fault in faults)

@@ -1,0 +1,178 @@
+"""From a source and a target to all that a job needs: the case to write, the heads of its files, and the plan.
+
+Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` carries it out.
+"""
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_mpi.assign import assign_readers, assign_writers, choose_members
+from reshard_mpi.checks import distinct_boxes, replica_groups
+from reshard_mpi.digests import digest_row
+from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.errors import ReshardError, UsageError, names
+from reshard_mpi.layout import target_layout
+from reshard_mpi.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
+from reshard_mpi.mesh import Mesh, mesh_from_topology
+from reshard_mpi.plan import ArrayTable, Plan, PlannedTensor, make_plan
+from reshard_mpi.source import Source
+from reshard_mpi.storage.safetensors import StoredArray, build_header
+from reshard_mpi.stored import Place, byte_form
+from reshard_mpi.target import Outgoing, outgoing_case
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is to be made of the source."""
+
+    target: Mesh | None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class TargetFile:
+    """One file to be written: its name, its first bytes, and its whole length."""
+
+    name: str
+    head: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job, ready to run. `source_fragments[i]` are the fragments stored in row i of the plan's source arrays."""
+
+    outgoing: Outgoing
+    target_files: tuple[TargetFile, ...]
+    source_files: tuple[str, ...]
+    source_fragments: tuple[tuple[Fragment, ...], ...]
+    chosen: tuple[Fragment, ...]
+    plan: Plan
+
+
+def target_mesh(case: Case, selection: Selection) -> Mesh:
+    return selection.target or mesh_from_topology(case.topology.target, f"{CASE_FILE}: topology.target")
+
+
+def select_tensors(case: Case, selection: Selection) -> list[str]:
+    """Ids of the tensors whose fqn a pattern includes and none excludes; UsageError when none is left."""
+
+    def matches(fqn: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
+
+    fqns = {fragment.logical_tensor_id: fragment.fqn for fragment in case.fragments}
+    kept = [t for t, fqn in fqns.items() if (not selection.include or matches(fqn, selection.include)) and not matches(fqn, selection.exclude)]
+    if not kept and (selection.include or selection.exclude):
+        raise UsageError("--include/--exclude", f"no tensor is left of {len(fqns)}: {names(sorted(set(fqns.values())))}; patterns are held against the fqn")
+    return kept
+
+
+def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, list[ReshardError]]:
+    """The case to write, or why there can't be one."""
+    try:
+        target = target_mesh(source.case, selection)
+        kept = select_tensors(source.case, selection)
+        layout, faults = target_layout(source.case, target, selection.layout)
+        return (None, faults) if faults else (outgoing_case(source.case, layout, target, kept), [])
+    except ReshardError as fault:
+        return None, [fault]
+
+
+def prepare(source: Source, outgoing: Outgoing, nranks: int, round_nbytes: int) -> Prepared:
+    """The job for `nranks` ranks of at most `round_nbytes` a round and buffer. The source must be free of faults."""
+    case = source.case
+    files, spans = target_files(outgoing)
+    kept = {fragment.logical_tensor_id for fragment in outgoing.case.fragments}
+    tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in kept and 0 not in fragments[0].global_shape}
+    chosen = _choose_sources(source, tensors)
+    source_keys = sorted({(f.rank, _array_of(source, f).begin, f.payload_key) for fragments in chosen.values() for f in fragments})
+    source_index = {(rank, key): index for index, (rank, _, key) in enumerate(source_keys)}
+    target_rows: defaultdict[str, list[int]] = defaultdict(list)
+    for index, array in enumerate(outgoing.arrays):
+        if 0 not in array.shape:
+            target_rows[array.tensor_id].append(index)
+    planned = [
+        _planned(fragments, [source_index[f.rank, f.payload_key] for f in fragments], outgoing, target_rows[tensor_id])
+        for tensor_id, fragments in sorted(chosen.items())
+        if target_rows[tensor_id]
+    ]
+    stored_in: dict[int, list[Fragment]] = defaultdict(list)
+    for fragment in case.fragments:
+        index = source_index.get((fragment.rank, fragment.payload_key))
+        if index is not None:
+            stored_in[index].append(fragment)
+    fragments_of = tuple(tuple(stored_in[index]) for index in range(len(source_keys)))
+    source_table = _source_table(source, source_keys, fragments_of, case.world_size, nranks)
+    plan = make_plan(planned, source_table, _target_table(outgoing, spans, nranks), nranks, round_nbytes)
+    file_names = {fragment.rank: fragment.payload_file for fragment in case.fragments}
+    return Prepared(
+        outgoing,
+        files,
+        tuple(file_names.get(rank, "") for rank in range(case.world_size)),
+        fragments_of,
+        tuple(f for fragments in chosen.values() for f in fragments),
+        plan,
+    )
+
+
+def _array_of(source: Source, fragment: Fragment) -> StoredArray:
+    return source.headers[fragment.payload_file][fragment.payload_key]
+
+
+def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[StoredArray]]:
+    """The files to write, and where each of the outgoing arrays lies in its file."""
+    by_rank: defaultdict[int, list[tuple[str, str, tuple[int, ...]]]] = defaultdict(list)
+    for array in outgoing.arrays:
+        by_rank[array.rank].append((array.key, array.dtype, array.shape))
+    files, spans = [], []
+    for rank in range(outgoing.nranks):
+        head, stored = build_header(by_rank[rank], {"format": "pt"} | dict(outgoing.aliases.get(rank, {})))
+        files.append(TargetFile(f"rank-{rank:05d}.safetensors", head, len(head) + sum(array.nbytes for array in stored)))
+        spans += stored
+    return tuple(files), spans
+
+
+def _choose_sources(source: Source, tensors: dict[str, list[Fragment]]) -> dict[str, list[Fragment]]:
+    """Of each box the fragment to be read: one member of each replica group, so that shards are read about equally."""
+    groups = replica_groups([fragment for fragments in tensors.values() for fragment in fragments])
+    boxes = [(tensor_id, fragment) for tensor_id, fragments in tensors.items() for fragment in distinct_boxes(fragments)]
+    members = [groups[f.replica.group_id or ""] if f.replica.member_count > 1 else [f] for _, f in boxes]
+    position = choose_members(
+        [_array_of(source, fragment).nbytes for _, fragment in boxes], [[member.rank for member in group] for group in members], source.case.world_size
+    )
+    chosen: defaultdict[str, list[Fragment]] = defaultdict(list)
+    for (tensor_id, _), group, index in zip(boxes, members, position, strict=True):
+        chosen[tensor_id].append(group[index])
+    return chosen
+
+
+def _planned(fragments: list[Fragment], source_arrays: list[int], outgoing: Outgoing, target_arrays: list[int]) -> PlannedTensor:
+    like = fragments[0]
+    places = [Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in fragments]
+    for index in target_arrays:
+        offset, extent = outgoing.arrays[index].box
+        places.append(Place(offset, extent, (0,) * len(extent), extent))
+    form = byte_form(like.global_shape, DTYPES[like.dtype].nbits, tuple(places), f"tensor {like.logical_tensor_id}")
+    return PlannedTensor(form, tuple(source_arrays), tuple(target_arrays))
+
+
+def _source_table(source: Source, keys: Sequence[tuple[int, int, str]], fragments_of: Sequence[Sequence[Fragment]], nshards: int, nranks: int) -> ArrayTable:
+    file = np.array([rank for rank, _, _ in keys], np.int64)
+    begin = np.array([begin for _, begin, _ in keys], np.int64)
+    nbytes = np.array([_array_of(source, fragments[0]).nbytes for fragments in fragments_of], np.int64)
+    digests = [next((f.fragment_digest for f in fragments if f.fragment_digest is not None), None) for fragments in fragments_of]
+    rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
+    return ArrayTable(file, begin, nbytes, assign_readers(file, nbytes, nshards, nranks), rows, np.array([d is not None for d in digests], np.int64))
+
+
+def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray], nranks: int) -> ArrayTable:
+    file = np.array([array.rank for array in outgoing.arrays], np.int64)
+    begin, nbytes = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("begin", "nbytes"))
+    none = np.zeros(len(spans), np.int64)
+    return ArrayTable(file, begin, nbytes, assign_writers(file, nbytes, outgoing.nranks, nranks), np.zeros((len(spans), 4), np.int64), none)

@@ -1,0 +1,123 @@
+"""What the user sees: progress on stderr, the summary at the end, numbers with units."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard_mpi.errors import storage_error
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes for people, in binary units.
+
+    >>> size_text(1536), size_text(3)
+    ('1.5 KiB', '3 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def topology_text(topology: Mapping[str, int]) -> str:
+    """`pp=2,tp=2`, or `single`."""
+    return "single" if dict(topology) == {"world_size": 1} else ",".join(f"{axis}={size}" for axis, size in topology.items())
+
+
+def warn(messages: Sequence[str]) -> None:
+    for message in messages:
+        sys.stderr.write(f"reshard_mpi: warning: {message}\n")
+    sys.stderr.flush()
+
+
+class Progress:
+    """Bytes written so far, on stderr: a bar on a terminal, else a line now and then, or nothing.
+
+    style: `auto`, `bar`, `plain` or `off`. Whether stdout is a terminal says nothing: Open MPI gives ranks one.
+    """
+
+    SECONDS_BETWEEN_LINES = 10.0
+
+    def __init__(self, total_nbytes: int, style: str):
+        if style == "auto":
+            style = "bar" if sys.stderr.isatty() else "plain"
+        self._bar = None
+        self._plain = style == "plain"
+        self._total, self._done = total_nbytes, 0
+        self._told = time.monotonic()
+        if style == "bar":
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc="reshard", leave=False, file=sys.stderr)
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        elif self._plain and time.monotonic() - self._told >= self.SECONDS_BETWEEN_LINES:
+            self._told = time.monotonic()
+            sys.stderr.write(f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} ({100 * self._done // max(self._total, 1)} %)\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def rate_text(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
+
+
+def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, Any]:
+    """The report of a job: `facts`, and totals and balance of what each rank measured."""
+
+    def total(key: str) -> int:
+        return sum(rank[key] for rank in ranks)
+
+    moved = [rank["read_nbytes"] + rank["written_nbytes"] for rank in ranks]
+    mean = sum(moved) / len(moved)
+    phases = {}
+    for phase, nbytes in (("read", "read_nbytes"), ("hash", "hashed_nbytes"), ("exchange", "sent_nbytes"), ("write", "written_nbytes")):
+        seconds = max(rank[f"{phase}_seconds"] for rank in ranks)
+        phases[phase] = {"nbytes": total(nbytes), "seconds": round(seconds, 4), "gb_per_second": round(total(nbytes) / seconds / 1e9, 3) if seconds else None}
+    return {
+        **facts,
+        "nranks": len(ranks),
+        "phases": phases,
+        "read_again_nbytes": total("read_again_nbytes"),
+        "busiest_over_mean": round(max(moved) / mean, 3) if mean else 1.0,
+        "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for rank in ranks),
+        "ranks": list(ranks),
+    }
+
+
+def summary_text(report: Mapping[str, Any]) -> str:
+    """A summary of at most ten lines."""
+    phases = report["phases"]
+    lines = [
+        f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
+        f"  {report['ntensors']} tensors, {report['nfragments']} fragments in {report['nshards']} shards, {report['nranks']} ranks, {report['nrounds']} rounds",
+    ]
+    for phase, data in phases.items():
+        lines.append(f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate_text(data['nbytes'], data['seconds']):>12}")
+    lines.append(
+        f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory {size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all"
+    )
+    verified = {
+        "none": "nothing was hashed",
+        "source": f"every fragment read holds its digest; {size_text(report['unread_replica_nbytes'])} of replicas were compared by digest alone",
+        "full": "source, replicas, target and oracles hold their digests",
+    }
+    lines.append(f"  verified ({report['verify']}): {verified[report['verify']]}")
+    return "\n".join(lines)
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise storage_error(path, error, "write the report to") from error

@@ -1,0 +1,192 @@
+"""What one rank does in one round: which spans it reads, which tiles it copies, sends and receives, which spans it writes.
+
+    file --read--> read buffer --tiles to oneself-------------------> write buffer --write--> file
+                        \\--pack--> send buffer ~~> receive buffer --unpack--/
+
+Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard_mpi.boxes import Boxes, Ints, join, meet
+from reshard_mpi.plan import Plan, Side
+from reshard_mpi.stored import StoredBoxes
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Byte spans of files and their positions in a buffer, in file order; neighbours in a file are neighbours in the buffer."""
+
+    array: Ints
+    file: Ints
+    offset: Ints
+    nbytes: Ints
+    position: Ints
+    buffer_nbytes: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Boxes of bytes in a buffer: n positions of the first byte, strides (n, naxes) and shapes (n, naxes)."""
+
+    position: Ints
+    stride: Ints
+    shape: Ints
+
+    @property
+    def nbytes(self) -> Ints:
+        return np.prod(self.shape, axis=1, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class RoundWork:
+    """One rank's part of one round.
+
+    `local_from[i]` (in the read buffer) is copied to `local_to[i]` (in the write buffer). `send` lies in the read buffer, `receive`
+    in the write buffer; in the messages tiles follow each other without gaps, by rank, `send_nbytes[rank]` bytes to each.
+    """
+
+    read: Spans
+    local_from: Tiles
+    local_to: Tiles
+    send: Tiles
+    send_nbytes: Ints
+    receive: Tiles
+    receive_nbytes: Ints
+    write: Spans
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of stored boxes that lie in the slabs of a round."""
+
+    row: Ints
+    slab: Ints
+    boxes: Boxes
+
+    def take(self, index: object) -> "_Parts":
+        return _Parts(self.row[index], self.slab[index], self.boxes.take(index))  # type: ignore[index]
+
+
+def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
+    """What `rank` does in round `number`."""
+    slabs = plan.round_slabs(number)
+    sources, targets = (_parts(plan, side, slabs) for side in (plan.source, plan.target))
+    once = targets.take(plan.target.twin[targets.row] == targets.row)
+    reads = sources.take(plan.source.rank[sources.row] == rank)
+    lands = once.take(plan.target.rank[once.row] == rank)
+    read, read_position = _spans(plan.source, reads)
+    landing, land_position = _spans(plan.target, lands)
+    tiles_read, target_of, to = _tiles(reads, once, plan.target.rank)
+    tiles_landed, source_of, come_from = _tiles(lands, sources, plan.source.rank)
+    here, away = np.flatnonzero(to == rank), np.flatnonzero(to != rank)
+    receives = np.flatnonzero(come_from != rank)
+    # Both ends sort a message alike: by slab, then source row, then target row.
+    sends = _message_order(away, to, reads.slab[tiles_read.index], reads.row[tiles_read.index], once.row[target_of])
+    receives = _message_order(receives, come_from, lands.slab[tiles_landed.index], sources.row[source_of], lands.row[tiles_landed.index])
+    place_read = _Placed(plan.source.stored, reads, read_position)
+    place_land = _Placed(plan.target.stored, lands, land_position)
+    land_index = _index_of(lands.row, once.row[target_of[here]], lands.slab, reads.slab[tiles_read.index[here]])
+    return RoundWork(
+        read=read,
+        local_from=place_read.tiles(tiles_read.index[here], tiles_read.boxes.take(here)),
+        local_to=place_land.tiles(land_index, tiles_read.boxes.take(here)),
+        send=place_read.tiles(tiles_read.index[sends], tiles_read.boxes.take(sends)),
+        send_nbytes=_nbytes_by_rank(tiles_read.boxes.take(sends), to[sends], plan.nranks),
+        receive=place_land.tiles(tiles_landed.index[receives], tiles_landed.boxes.take(receives)),
+        receive_nbytes=_nbytes_by_rank(tiles_landed.boxes.take(receives), come_from[receives], plan.nranks),
+        write=_with_twins(plan.target, targets, rank, lands, landing, land_position),
+    )
+
+
+def _parts(plan: Plan, side: Side, slabs: slice) -> _Parts:
+    """The boxes of every slab's tensor, cut to the slab; slabs are numbered within the round."""
+    tensor = plan.slab_tensor[slabs]
+    first, count = side.first[tensor], side.first[tensor + 1] - side.first[tensor]
+    slab = np.repeat(np.arange(len(tensor)), count)
+    row = np.arange(len(slab)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    boxes = side.stored.parts(row, plan.slabs.take(slabs).take(slab))
+    parts = _Parts(row, slab, boxes)
+    return parts.take(np.flatnonzero(boxes.nonempty))
+
+
+def _spans(side: Side, parts: _Parts) -> tuple[Spans, Ints]:
+    """The spans of the parts, in file order, and the buffer position of each part's first byte."""
+    first, last = side.stored.spans(parts.row, parts.boxes)
+    array = side.array[parts.row]
+    file = side.arrays.file[array]
+    order = np.lexsort((last, first, file))
+    position = np.empty(len(order), np.int64)
+    placed, end = _buffer_positions(file[order], first[order], last[order])
+    position[order] = placed
+    return Spans(array[order], file[order], first[order], (last - first)[order], placed, end), position
+
+
+def _buffer_positions(file: Ints, first: Ints, last: Ints) -> tuple[Ints, int]:
+    """Positions that keep what is adjacent in a file adjacent, and 8-byte alignment as in the file."""
+    if not len(file):
+        return np.empty(0, np.int64), 0
+    adjacent = np.append(False, (file[1:] == file[:-1]) & (first[1:] == last[:-1]))
+    run = np.cumsum(~adjacent) - 1
+    run_first, run_last = first[~adjacent], last[np.append(~adjacent[1:], True)]
+    # A run takes its length, the bytes that align it, and the bytes that bring the next one back to a multiple of 8.
+    room = (run_last - run_first + run_first % 8 + 7) // 8 * 8
+    begin = np.cumsum(room) - room + run_first % 8
+    return begin[run] + first - run_first[run], int(room.sum())
+
+
+@dataclass(frozen=True)
+class _Met:
+    index: Ints
+    boxes: Boxes
+
+
+def _tiles(mine: _Parts, others: _Parts, rank_of_other: Ints) -> tuple[_Met, Ints, Ints]:
+    """Where my parts meet others of the same slab: index into `mine` with the tile, index into `others`, the other's rank."""
+    i, j = join(mine.boxes, others.boxes, mine.slab, others.slab)
+    return _Met(i, meet(mine.boxes.take(i), others.boxes.take(j))), j, rank_of_other[others.row[j]]
+
+
+def _message_order(chosen: Ints, rank: Ints, slab: Ints, source_row: Ints, target_row: Ints) -> Ints:
+    return chosen[np.lexsort((target_row[chosen], source_row[chosen], slab[chosen], rank[chosen]))]
+
+
+def _index_of(rows: Ints, wanted_rows: Ints, slabs: Ints, wanted_slabs: Ints) -> Ints:
+    """Where the pairs (row, slab) stand in the list of pairs that holds each of them once."""
+    nslabs = int(slabs.max(initial=0)) + 1
+    keys = rows * nslabs + slabs
+    order = np.argsort(keys)
+    return order[np.searchsorted(keys[order], wanted_rows * nslabs + wanted_slabs)]
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Parts and where their spans begin in a buffer."""
+
+    stored: StoredBoxes
+    parts: _Parts
+    position: Ints
+
+    def tiles(self, index: Ints, boxes: Boxes) -> Tiles:
+        stride = self.stored.stride[self.parts.row[index]]
+        within = ((boxes.start - self.parts.boxes.start[index]) * stride).sum(axis=1)
+        return Tiles(self.position[index] + within, stride, boxes.stop - boxes.start)
+
+
+def _nbytes_by_rank(boxes: Boxes, rank: Ints, nranks: int) -> Ints:
+    nbytes = np.zeros(nranks, np.int64)
+    np.add.at(nbytes, rank, boxes.volume)
+    return nbytes
+
+
+def _with_twins(side: Side, targets: _Parts, rank: int, lands: _Parts, landing: Spans, land_position: Ints) -> Spans:
+    """The spans to write: every part of mine, twins from the bytes of the one that landed."""
+    mine = targets.take(side.rank[targets.row] == rank)
+    first, last = side.stored.spans(mine.row, mine.boxes)
+    position = land_position[_index_of(lands.row, side.twin[mine.row], lands.slab, mine.slab)]
+    array = side.array[mine.row]
+    order = np.lexsort((first, side.arrays.file[array]))
+    array = array[order]
+    return Spans(array, side.arrays.file[array], first[order], (last - first)[order], position[order], landing.buffer_nbytes)

@@ -1,0 +1,126 @@
+"""A checkpoint case on disk, as every command sees it: its manifest, the headers of its shards, and whether they agree."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard_mpi.checks import SHARD_NAME, Findings, check_case, name_of
+from reshard_mpi.errors import InputError, IntegrityError, ReshardError, StorageError, UsageError, first_to_tell, names
+from reshard_mpi.manifest import CASE_FILE, Case, ParsedCase, parse_case
+from reshard_mpi.storage.files import open_regular
+from reshard_mpi.storage.safetensors import StoredArray, read_header
+
+LARGEST_MANIFEST = 1 << 30  # bytes of case.json
+DIGEST_OF_NOTHING = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+Headers = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
+
+
+@dataclass
+class Source:
+    """A case folder: what its manifest says and what is wrong with it. `headers` come later (`attach_headers`)."""
+
+    folder: Path
+    parsed: ParsedCase
+    findings: Findings
+    headers: Headers = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def case(self) -> Case:
+        return self.parsed.case
+
+    def shard_files(self) -> list[str]:
+        """The files that fragments name, by rank; a name that is a path is a fault, and not opened."""
+        return sorted({f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)})
+
+    def raise_first(self) -> None:
+        told = first_to_tell(self.findings.faults)
+        if told is not None:
+            raise told
+
+
+def read_text(folder: Path, name: str, most: int) -> bytes:
+    """All of a small regular file of the folder."""
+    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > most:
+            raise InputError(str(folder / name), f"has {size} bytes; expected at most {most}")
+        try:
+            return file.read()
+        except OSError as error:
+            raise StorageError(str(folder / name), f"can't be read: {error.strerror}") from error
+
+
+def open_source(folder: Path) -> Source:
+    """The case in `folder`, its manifest read and checked; faults are in `findings`. Errors only when nothing can be read."""
+    if not folder.exists():
+        raise StorageError(str(folder), "no such folder; give the folder that holds case.json")
+    if not folder.is_dir():
+        raise UsageError(str(folder), "is no folder; give the folder that holds case.json")
+    if not (folder / CASE_FILE).exists():
+        raise StorageError(str(folder / CASE_FILE), "is not there; give the folder of a checkpoint case")
+    parsed = parse_case(read_text(folder, CASE_FILE, LARGEST_MANIFEST), str(folder / CASE_FILE))
+    findings = check_case(parsed)
+    source = Source(folder, parsed, findings, warnings=list(parsed.warnings))
+    missing = sum(fragment.fragment_digest is None for fragment in parsed.case.fragments)
+    if missing:
+        source.warnings.append(f"{folder / CASE_FILE}: {missing} of {len(parsed.case.fragments)} fragments have no digest: their bytes can't be checked")
+    return source
+
+
+def read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, dict[str, StoredArray]], list[ReshardError]]:
+    """The headers of `files` that could be read, and the errors of those that couldn't."""
+    headers: dict[str, dict[str, StoredArray]] = {}
+    faults: list[ReshardError] = []
+    for name in files:
+        try:
+            fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                headers[name] = read_header(fd, str(folder / name))
+            finally:
+                os.close(fd)
+        except ReshardError as fault:
+            faults.append(fault)
+    return headers, faults
+
+
+def attach_headers(source: Source, headers: Headers) -> None:
+    """Give the source the headers of its shards; what contradicts the manifest joins its findings."""
+    source.headers = headers
+    source.findings.faults += _header_faults(source)
+    named = {(fragment.payload_file, fragment.payload_key) for fragment in source.case.fragments}
+    unnamed = [f"{file}:{key}" for file, arrays in sorted(headers.items()) for key in arrays if (file, key) not in named]
+    if unnamed:
+        source.warnings.append(f"{source.folder}: {len(unnamed)} arrays that no fragment names are left out: {names(unnamed)}")
+
+
+def _header_faults(source: Source) -> Iterator[ReshardError]:
+    for fragment in source.case.fragments:
+        arrays = source.headers.get(fragment.payload_file)
+        if arrays is None:
+            continue  # its own fault is known
+        where = f"{source.folder / fragment.payload_file}"
+        array = arrays.get(fragment.payload_key)
+        if array is None:
+            yield InputError(where, f"holds no array {fragment.payload_key!r}, which fragment {fragment.fragment_id} names; expected one of {names(arrays) or 'none'}")
+        elif (array.dtype, array.shape) != (fragment.dtype, fragment.local_shape):
+            yield InputError(
+                where,
+                f"array {fragment.payload_key!r} is {array.dtype} {list(array.shape)}, {name_of(fragment)} says {fragment.dtype} {list(fragment.local_shape)}; "
+                "shard and manifest must be of one save",
+            )
+        elif not array.nbytes and fragment.fragment_digest not in (None, DIGEST_OF_NOTHING):
+            yield IntegrityError(where, f"array {fragment.payload_key!r} is empty, but {name_of(fragment)} has the digest of something else")
+
+
+def load_alone(folder: Path) -> Source:
+    """The source with manifest and headers, read by one process; all faults are in its findings."""
+    source = open_source(folder)
+    if not source.findings.faults:
+        headers, faults = read_headers(folder, source.shard_files())
+        source.findings.faults += faults
+        attach_headers(source, headers)
+    return source

@@ -1,0 +1,1 @@
+"""How arrays lie in files: headers and byte spans."""

@@ -1,0 +1,130 @@
+"""Files as byte spans: whole reads and writes at offsets, with errors that name the file.
+
+Reads go through `pread` into buffers of the caller: a memory map of a file on a network file system was seen 200 times slower
+than large reads, and a file that is cut short under a map kills the process.
+"""
+
+import os
+import resource
+import stat
+from collections import OrderedDict
+from pathlib import Path
+
+from reshard_mpi.errors import InputError, StorageError, storage_error
+
+COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
+
+
+class Files:
+    """Files of one folder, opened when needed; only so many are open at a time.
+
+    flags: `os.O_RDONLY` for a source, `os.O_RDWR` for a target that exists already. One thread at a time.
+    """
+
+    def __init__(self, folder: Path, flags: int = os.O_RDONLY):
+        self.folder = folder
+        self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not hang us
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._most = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+    def descriptor(self, name: str) -> int:
+        """An open descriptor of the regular file `name`, valid until the next call."""
+        if name in self._open:
+            self._open.move_to_end(name)
+            return self._open[name]
+        if len(self._open) >= self._most:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[name] = fd = open_regular(self.folder, name, self._flags)
+        return fd
+
+    def read(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes of `name` from `offset` on."""
+        fd, done = self.descriptor(name), 0
+        while done < len(into):
+            try:
+                count = os.preadv(fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise storage_error(self.folder / name, error, "read") from error
+            if not count:
+                raise StorageError(str(self.folder / name), f"ends at byte {offset + done}, expected {len(into) - done} more; it changed while it was read")
+            done += count
+
+    def write(self, name: str, offset: int, data: memoryview) -> None:
+        """Write all of `data` to `name` at `offset`."""
+        fd, done = self.descriptor(name), 0
+        while done < len(data):
+            try:
+                done += os.pwrite(fd, data[done:], offset + done)
+            except OSError as error:
+                raise storage_error(self.folder / name, error, "write") from error
+
+    def sync(self, name: str) -> None:
+        """Return when the bytes of `name` are on the storage."""
+        try:
+            os.fsync(self.descriptor(name))
+        except OSError as error:
+            raise storage_error(self.folder / name, error, "sync") from error
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_regular(folder: Path, name: str, flags: int) -> int:
+    """A descriptor of the regular file `folder/name`; the caller closes it."""
+    path = folder / name
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        raise storage_error(path, error, "open") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise InputError(str(path), "is no regular file; expected a file that holds a shard")
+        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+            raise InputError(str(path), "is a link out of the case folder; expected the file itself")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def create_file(path: Path, nbytes: int, head: bytes) -> None:
+    """A new file of `nbytes` bytes that begins with `head`; the space for all of it is taken at once, so that none is lacking later."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            _allocate(fd, nbytes)
+            done = 0
+            while done < len(head):
+                done += os.pwrite(fd, head[done:], done)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise storage_error(path, error, f"write {nbytes} bytes to") from error
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT: what we came to find out
+            raise
+        os.ftruncate(fd, nbytes)  # a file system that can't allocate ahead
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in the folder `path` are on the storage."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise storage_error(path, error, "sync") from error

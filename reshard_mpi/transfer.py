@@ -1,0 +1,169 @@
+"""Between files and buffers: read the spans of a round, write the spans of a round, hash what passes. Knows no MPI.
+
+A reader and a writer each own two buffers and one worker thread: while round k is exchanged, round k + 1 is read and round k - 1
+is written. `preadv`, `pwrite` and hashlib release Python's lock.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard_mpi.boxes import Ints
+from reshard_mpi.digests import RunningDigest, digest_name
+from reshard_mpi.errors import IntegrityError
+from reshard_mpi.plan import ArrayTable
+from reshard_mpi.rounds import Spans
+from reshard_mpi.storage.files import Files
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass
+class Work:
+    """What one side of a rank did: bytes through files and hashes, and the seconds that each took."""
+
+    nbytes: int = 0
+    hashed_nbytes: int = 0
+    again_nbytes: int = 0  # read a second time, for a hash that could not be computed on the way
+    seconds: float = 0.0
+    hash_seconds: float = 0.0
+
+
+class _Buffers:
+    """Two buffers in turn, allocated once: the first touch of memory is slow."""
+
+    def __init__(self, nbytes: int):
+        self._pair = [np.empty(nbytes, np.uint8) for _ in range(2)]
+
+    def of_round(self, number: int) -> Bytes:
+        return self._pair[number % 2]
+
+
+class Reader:
+    """Reads the spans of rounds from the source, and holds every array that it has read whole against its digest."""
+
+    def __init__(self, files: Files, names: Sequence[str], keys: Sequence[str], arrays: ArrayTable, buffer_nbytes: int, hashing: bool):
+        self._files, self._names, self._keys, self._arrays = files, names, keys, arrays
+        self._buffers = _Buffers(buffer_nbytes)
+        self._hashing = hashing
+        self._digests: dict[int, RunningDigest] = {}
+        self.work = Work()
+
+    def read(self, number: int, spans: Spans) -> Bytes:
+        """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
+        buffer = self._buffers.of_round(number)
+        started = time.perf_counter()
+        for first, last in _runs(spans):
+            nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
+            position = int(spans.position[first])
+            self._files.read(self._names[spans.file[first]], int(spans.offset[first]), memoryview(buffer)[position : position + nbytes])
+            self.work.nbytes += nbytes
+        self.work.seconds += time.perf_counter() - started
+        if self._hashing:
+            self._hash(spans, buffer)
+        return buffer
+
+    def _hash(self, spans: Spans, buffer: Bytes) -> None:
+        started = time.perf_counter()
+        for array, offset, nbytes, position in zip(*(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True):
+            if not self._arrays.has_digest[array]:
+                continue
+            running = self._digests.get(array)
+            if running is None:
+                running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
+            within = offset - int(self._arrays.begin[array])
+            self._catch_up(array, running, within)
+            running.feed(within, memoryview(buffer)[position : position + nbytes])
+            self.work.hashed_nbytes += nbytes
+            if running.is_complete:
+                self._compare(array, running)
+        self.work.hash_seconds += time.perf_counter() - started
+
+    def finish(self) -> None:
+        """Hash what is left of every array: padding after its last box, and what came out of order."""
+        for array, running in self._digests.items():
+            if not running.is_complete:
+                self._catch_up(array, running, running.nbytes)
+                self._compare(array, running)
+
+    def _catch_up(self, array: int, running: RunningDigest, offset: int) -> None:
+        name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
+        again = running.catch_up(offset, lambda within, into: self._files.read(name, begin + within, into))
+        self.work.again_nbytes += again
+        self.work.hashed_nbytes += again
+
+    def _compare(self, array: int, running: RunningDigest) -> None:
+        found, expected = digest_name(running.digest()), digest_name(self._arrays.digest[array].tobytes())
+        if found != expected:
+            name = self._names[self._arrays.file[array]]
+            raise IntegrityError(
+                str(self._files.folder / name),
+                f"array {self._keys[array]!r} has digest {found}, case.json says {expected}; its bytes have changed since it was saved: get the shard anew",
+            )
+
+
+class Writer:
+    """Writes the spans of rounds to the target, and keeps the SHA-256 of every array that it writes."""
+
+    def __init__(self, files: Files, names: Sequence[str], arrays: ArrayTable, buffer_nbytes: int, hashing: bool):
+        self._files, self._names, self._arrays = files, names, arrays
+        self._buffers = _Buffers(buffer_nbytes)
+        self._hashing = hashing
+        self._digests: dict[int, RunningDigest] = {}
+        self._written: set[int] = set()
+        self.work = Work()
+
+    def buffer(self, number: int) -> Bytes:
+        """The buffer to fill for round `number`."""
+        return self._buffers.of_round(number)
+
+    def write(self, number: int, spans: Spans) -> None:
+        """Write the buffer of round `number`."""
+        buffer = self._buffers.of_round(number)
+        started = time.perf_counter()
+        for first, last in _runs(spans):
+            nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
+            position = int(spans.position[first])
+            self._files.write(self._names[spans.file[first]], int(spans.offset[first]), memoryview(buffer)[position : position + nbytes])
+            self.work.nbytes += nbytes
+        self._written.update(np.unique(spans.file).tolist())
+        self.work.seconds += time.perf_counter() - started
+        if self._hashing:
+            self._hash(spans, buffer)
+
+    def _hash(self, spans: Spans, buffer: Bytes) -> None:
+        started = time.perf_counter()
+        for array, offset, nbytes, position in zip(*(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True):
+            running = self._digests.get(array)
+            if running is None:
+                running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
+            running.feed(offset - int(self._arrays.begin[array]), memoryview(buffer)[position : position + nbytes])
+            self.work.hashed_nbytes += nbytes
+        self.work.hash_seconds += time.perf_counter() - started
+
+    def finish(self) -> dict[int, bytes]:
+        """Make durable what was written; the SHA-256 of every array of this rank, reading back what came out of order."""
+        for file in sorted(self._written):
+            self._files.sync(self._names[file])
+        return {array: self._digest(array, running) for array, running in self._digests.items()}
+
+    def _digest(self, array: int, running: RunningDigest) -> bytes:
+        name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
+        self.work.again_nbytes += running.catch_up(running.nbytes, lambda within, into: self._files.read(name, begin + within, into))
+        return running.digest()
+
+
+def _runs(spans: Spans) -> Iterator[tuple[int, int]]:
+    """(first, last) of each run of spans that follow each other in the file and in the buffer: one system call each."""
+    if not len(spans.file):
+        return
+    joined = (
+        (spans.file[1:] == spans.file[:-1])
+        & (spans.offset[1:] == (spans.offset + spans.nbytes)[:-1])
+        & (spans.position[1:] == (spans.position + spans.nbytes)[:-1])
+    )
+    breaks: Ints = np.flatnonzero(~joined)
+    yield from zip([0, *(breaks + 1).tolist()], [*breaks.tolist(), len(spans.file) - 1], strict=True)

@@ -1,0 +1,73 @@
+"""Every digest of a case again: fragments, manifest, replicas, ties, oracles, coverage. Names every fault."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpi4py import MPI
+
+from reshard_mpi.audit import check_equal, digests_of, equal_groups
+from reshard_mpi.comm import on_root
+from reshard_mpi.errors import IntegrityError, ReshardError
+from reshard_mpi.load import load_together
+from reshard_mpi.manifest import Fragment, by_tensor
+from reshard_mpi.oracles import oracle_file_faults
+from reshard_mpi.source import Source
+from reshard_mpi.whole import WholeTensor, whole_array, whole_tensor
+
+
+@dataclass
+class Verdict:
+    """What was found. `nunverifiable` fragments have neither a digest nor an oracle."""
+
+    nfragments: int = 0
+    ndigests: int = 0
+    noracles: int = 0
+    nunverifiable: int = 0
+    faults: list[ReshardError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def verify(comm: MPI.Comm, folder: Path, progress: str) -> Verdict | None:
+    """Collective: the verdict on the case in `folder`, on rank 0."""
+    source = load_together(comm, folder, despite_faults=True)
+    verdict = Verdict(len(source.case.fragments), warnings=source.warnings, faults=source.findings.faults) if source else Verdict()
+    _verify_arrays(comm, folder, source, verdict, progress)
+    is_whole = comm.bcast(not any(fault.exit_code in (3, 5) for fault in verdict.faults))
+    if is_whole:  # else there is no telling what a whole tensor is
+        verdict.faults += check_equal(comm, folder, equal_groups(source, by_tensor(source.case.fragments)) if source else None)
+        _verify_oracles(comm, folder, source, verdict)
+    return on_root(comm, lambda: verdict)
+
+
+def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict, progress: str) -> None:
+    stored: dict[WholeTensor, list[Fragment]] = {}
+    for fragment in source.case.fragments if source else ():
+        array = source.headers.get(fragment.payload_file, {}).get(fragment.payload_key) if source else None
+        if array is not None and fragment.fragment_digest is not None:
+            stored.setdefault(whole_array(fragment.payload_file, fragment.payload_key, array), []).append(fragment)
+    for (array, fragments), found in zip(stored.items(), digests_of(comm, folder, list(stored), progress), strict=True):
+        verdict.ndigests += len(fragments)
+        if isinstance(found, ReshardError):
+            verdict.faults.append(found)
+            continue
+        verdict.faults += [
+            IntegrityError(str(folder / f.payload_file), f"array {f.payload_key!r} of fragment {f.fragment_id} has digest {found}, case.json says {f.fragment_digest}")
+            for f in fragments
+            if f.fragment_digest != found
+        ]
+
+
+def _verify_oracles(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict) -> None:
+    tensors: dict[str, WholeTensor] = {}
+    if source:
+        fragments = by_tensor(source.case.fragments)
+        tensors = {oracle.logical_tensor_id: whole_tensor(fragments[oracle.logical_tensor_id], source.headers) for oracle in source.case.oracles}
+        verdict.faults += oracle_file_faults(folder, source.case) if source.case.oracles else []
+        verdict.noracles = len(tensors)
+        verdict.nunverifiable = sum(f.fragment_digest is None and f.logical_tensor_id not in tensors for f in source.case.fragments)
+    found = digests_of(comm, folder, list(tensors.values()))
+    for oracle, digest in zip(source.case.oracles if source else (), found, strict=True):
+        if isinstance(digest, ReshardError):
+            verdict.faults.append(digest)
+        elif digest != oracle.sha256:
+            verdict.faults.append(IntegrityError(str(folder), f"tensor {oracle.logical_tensor_id} has digest {digest}, its oracle says {oracle.sha256}"))

@@ -1,0 +1,119 @@
+"""A whole tensor, read in row-major order from whatever fragments hold it, in bounded memory.
+
+For what is compared or hashed as a whole: ties, padded replicas, oracles, two checkpoints. One process, no MPI.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard_mpi.boxes import Boxes
+from reshard_mpi.checks import distinct_boxes
+from reshard_mpi.digests import digest_name
+from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.manifest import Fragment
+from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.safetensors import StoredArray
+from reshard_mpi.stored import ByteForm, Place, StoredBoxes, byte_form, range_slabs
+
+Bytes = NDArray[np.uint8]
+PART_NBYTES = 4 << 20  # of a tensor that are held at once
+MOST_SPAN_NBYTES = 4 * PART_NBYTES  # read at once, where padding lies between
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """The boxes that make up a tensor (or one stored array, or one box), and where each is stored. Small, and can be sent."""
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: str
+    places: tuple[Place, ...]
+    files: tuple[str, ...]
+    begins: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self._form.shape, dtype=np.int64)) if self.places else 0
+
+    @cached_property
+    def _form(self) -> ByteForm:
+        return byte_form(self.shape, DTYPES[self.dtype].nbits, self.places, self.label)
+
+    @cached_property
+    def _stored(self) -> StoredBoxes:
+        return StoredBoxes(self._form.boxes, self._form.stride, self._form.lead + np.array(self.begins, np.int64))
+
+    def read(self, files: Files, first: int, last: int) -> Bytes:
+        """The bytes [first, last) of the tensor; at most PART_NBYTES at once."""
+        assert last - first <= PART_NBYTES
+        found = np.empty(last - first, np.uint8)
+        position = 0
+        for start, stop in range_slabs(self._form.shape, first, last):
+            extent = tuple(b - a for a, b in zip(start, stop, strict=True))
+            nbytes = int(np.prod(extent, dtype=np.int64))
+            self._read_slab(files, start, stop, found[position : position + nbytes].reshape(extent))
+            position += nbytes
+        return found
+
+    def _read_slab(self, files: Files, start: tuple[int, ...], stop: tuple[int, ...], into: Bytes) -> None:
+        slab = Boxes(np.array([start], np.int64), np.array([stop], np.int64))
+        rows = np.arange(len(self.places))
+        parts = self._stored.parts(rows, slab)
+        rows = np.flatnonzero(parts.nonempty)
+        parts = parts.take(rows)
+        firsts, lasts = self._stored.spans(rows, parts)
+        for row, low, high, first, last in zip(rows.tolist(), parts.start, parts.stop, firsts.tolist(), lasts.tolist(), strict=True):
+            if last - first > MOST_SPAN_NBYTES:
+                self._read_halves(files, low, high, start, into)
+                continue
+            span = np.empty(last - first, np.uint8)
+            files.read(self.files[row], first, memoryview(span))
+            where = tuple(slice(a - base, b - base) for a, b, base in zip(low.tolist(), high.tolist(), start, strict=True))
+            into[where] = np.ndarray(tuple((high - low).tolist()), np.uint8, span, 0, tuple(self._stored.stride[row].tolist()))
+
+    def _read_halves(self, files: Files, low: NDArray[np.int64], high: NDArray[np.int64], start: tuple[int, ...], into: Bytes) -> None:
+        axis = int(np.argmax(high - low > 1))
+        middle = int(low[axis] + high[axis]) // 2
+        for a, b in ((int(low[axis]), middle), (middle, int(high[axis]))):
+            first, last = low.copy(), high.copy()
+            first[axis], last[axis] = a, b
+            where = tuple(slice(x - base, y - base) for x, y, base in zip(first.tolist(), last.tolist(), start, strict=True))
+            self._read_slab(files, tuple(first.tolist()), tuple(last.tolist()), into[where])
+
+    def digest(self, files: Files) -> str:
+        """The SHA-256 of the tensor's bytes."""
+        running = hashlib.sha256()
+        for first in range(0, self.nbytes, PART_NBYTES):
+            running.update(self.read(files, first, min(first + PART_NBYTES, self.nbytes)))
+        return digest_name(running.digest())
+
+
+Arrays = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
+
+
+def whole_tensor(fragments: Sequence[Fragment], arrays: Arrays) -> WholeTensor:
+    """The logical tensor of all its `fragments`."""
+    like, boxes = fragments[0], distinct_boxes(fragments)
+    places = tuple(Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in boxes)
+    begins = tuple(arrays[f.payload_file][f.payload_key].begin for f in boxes)
+    return WholeTensor(like.logical_tensor_id, like.global_shape, like.dtype, places, tuple(f.payload_file for f in boxes), begins)
+
+
+def whole_box(fragment: Fragment, arrays: Arrays) -> WholeTensor:
+    """The box of one fragment, without its padding."""
+    origin = (0,) * len(fragment.element_extent)
+    place = Place(origin, fragment.element_extent, fragment.padding.before, fragment.local_shape)
+    begin = arrays[fragment.payload_file][fragment.payload_key].begin
+    return WholeTensor(fragment.fragment_id, fragment.element_extent, fragment.dtype, (place,), (fragment.payload_file,), (begin,))
+
+
+def whole_array(file: str, key: str, array: StoredArray) -> WholeTensor:
+    """One stored array, padding included."""
+    origin = (0,) * len(array.shape)
+    places = (Place(origin, array.shape, origin, array.shape),) if array.nbytes else ()
+    return WholeTensor(f"{file}:{key}", array.shape, array.dtype, places, (file,), (array.begin,))
