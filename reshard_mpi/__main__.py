@@ -56,7 +56,9 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if not launch.rank:
-            tell(f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the MPI of your cluster")
+            tell(
+                f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the MPI of your cluster"
+            )
         return BUG
     comm = MPI.COMM_WORLD
     try:

@@ -42,16 +42,22 @@ def deal(
         shown.advance(nbytes(task))
     shown.close()
     gathered = comm.gather(done, root=ROOT)
-    return [result for _, result in sorted((item for share in gathered or () for item in share), key=lambda item: item[0])]
+    return [
+        result for _, result in sorted((item for share in gathered or () for item in share), key=lambda item: item[0])
+    ]
 
 
-def digests_of(comm: MPI.Comm, folder: Path, tensors: Sequence[WholeTensor] | None, progress: str = "off") -> list[str | ReshardError]:
+def digests_of(
+    comm: MPI.Comm, folder: Path, tensors: Sequence[WholeTensor] | None, progress: str = "off"
+) -> list[str | ReshardError]:
     """Collective: the SHA-256 of each of rank 0's tensors, on rank 0; where one couldn't be read, its error."""
     with Files(folder) as files:
         return deal(comm, tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.digest(files), progress)
 
 
-def check_equal(comm: MPI.Comm, folder: Path, groups: Sequence[tuple[str, Sequence[WholeTensor]]] | None) -> list[ReshardError]:
+def check_equal(
+    comm: MPI.Comm, folder: Path, groups: Sequence[tuple[str, Sequence[WholeTensor]]] | None
+) -> list[ReshardError]:
     """Collective: faults of rank 0's groups of things that must be equal, on rank 0."""
     found = digests_of(comm, folder, [member for _, members in groups or () for member in members])
     faults: list[ReshardError] = [result for result in found if isinstance(result, ReshardError)]
@@ -61,7 +67,9 @@ def check_equal(comm: MPI.Comm, folder: Path, groups: Sequence[tuple[str, Sequen
         known = [(member, digest) for member, digest in digests if isinstance(digest, str)]
         odd = [member for member, digest in known if digest != known[0][1]]
         if odd:
-            faults.append(IntegrityError(what, f"{odd[0].label} and {known[0][0].label} hold different bytes; they must be equal"))
+            faults.append(
+                IntegrityError(what, f"{odd[0].label} and {known[0][0].label} hold different bytes; they must be equal")
+            )
     return faults
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Index = NDArray[np.int64] | NDArray[np.bool_] | slice
 CANDIDATES_AT_ONCE = 1 << 22
 
 
@@ -22,8 +23,8 @@ class Boxes(NamedTuple):
     start: Ints
     stop: Ints
 
-    def take(self, index: object) -> "Boxes":
-        return Boxes(self.start[index], self.stop[index])  # type: ignore[index]
+    def take(self, index: Index) -> "Boxes":
+        return Boxes(self.start[index], self.stop[index])
 
     @property
     def nonempty(self) -> NDArray[np.bool_]:
@@ -122,7 +123,11 @@ def _filtered(a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: I
         last = max(first + 1, int(np.searchsorted(ends, base + CANDIDATES_AT_ONCE, side="right")))
         part, ncandidates = rows[first:last], counts[first:last]
         i = np.repeat(part, ncandidates)
-        j = order[np.arange(len(i)) - np.repeat(np.cumsum(ncandidates) - ncandidates, ncandidates) + np.repeat(lower[part], ncandidates)]
+        j = order[
+            np.arange(len(i))
+            - np.repeat(np.cumsum(ncandidates) - ncandidates, ncandidates)
+            + np.repeat(lower[part], ncandidates)
+        ]
         both = meet(a.take(i), b.take(j)).nonempty
         yield i[both], j[both]
         first = last
@@ -146,7 +151,9 @@ def find_hole(shape: tuple[int, ...], boxes: Boxes) -> tuple[tuple[int, ...], tu
     """
     if not shape:
         return None if len(boxes.start) else ((), ())
-    cuts, numbered = np.unique(np.concatenate([boxes.start[:, 0], boxes.stop[:, 0], [0, shape[0]]]), return_inverse=True)
+    cuts, numbered = np.unique(
+        np.concatenate([boxes.start[:, 0], boxes.stop[:, 0], [0, shape[0]]]), return_inverse=True
+    )
     nboxes = len(boxes.start)
     rest = np.prod(boxes.stop[:, 1:] - boxes.start[:, 1:], axis=1, dtype=np.int64)
     change = np.zeros(len(cuts), np.int64)

@@ -72,7 +72,10 @@ def _topology_faults(case: Case) -> Iterator[ReshardError]:
         yield fault
         return
     if mesh.size != case.world_size:
-        yield InputError(CASE_FILE, f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the product of its axes")
+        yield InputError(
+            CASE_FILE,
+            f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the product of its axes",
+        )
 
 
 def name_of(fragment: Fragment) -> str:
@@ -89,10 +92,16 @@ def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
     naxes, padding = len(shape), fragment.padding
     lengths = (fragment.element_offset, fragment.element_extent, fragment.local_shape, padding.before, padding.after)
     if any(len(per_axis) != naxes for per_axis in lengths):
-        yield InputError(where, f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; expected one number an axis")
+        yield InputError(
+            where,
+            f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; expected one number an axis",
+        )
         return
     for axis in range(naxes):
-        start, size, before, after = (per_axis[axis] for per_axis in (fragment.element_offset, fragment.element_extent, padding.before, padding.after))
+        start, size, before, after = (
+            per_axis[axis]
+            for per_axis in (fragment.element_offset, fragment.element_extent, padding.before, padding.after)
+        )
         if start + size > shape[axis]:
             yield InputError(
                 where,
@@ -106,9 +115,15 @@ def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
             )
             return
     if padding.semantic == "none" and (any(padding.before) or any(padding.after)):
-        yield InputError(where, f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the semantic of the padding")
+        yield InputError(
+            where,
+            f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the semantic of the padding",
+        )
     if any(axis >= naxes for axis in fragment.partition_axes):
-        yield InputError(where, f"partition_axes {list(fragment.partition_axes)} names a tensor axis beyond the {naxes} of {list(shape)}")
+        yield InputError(
+            where,
+            f"partition_axes {list(fragment.partition_axes)} names a tensor axis beyond the {naxes} of {list(shape)}",
+        )
     yield from _size_faults(fragment, where)
     yield from _rank_faults(fragment, mesh, where)
 
@@ -118,7 +133,9 @@ def _size_faults(fragment: Fragment, where: str) -> Iterator[ReshardError]:
         dtype = dtype_named(fragment.dtype, where)
         for shape in (fragment.global_shape, fragment.local_shape):
             if nbytes_of(math.prod(shape), dtype, where) >= MOST_BYTES:
-                yield InputError(where, f"an array of shape {list(shape)} has more bytes than any file; expected less than 2**62")
+                yield InputError(
+                    where, f"an array of shape {list(shape)} has more bytes than any file; expected less than 2**62"
+                )
     except InputError as fault:
         yield fault
 
@@ -132,16 +149,28 @@ def _rank_faults(fragment: Fragment, mesh: Mesh, where: str) -> Iterator[Reshard
     rank = coordinates.pop("rank")
     sizes = dict(mesh.axes)
     if not mesh.split_axes.keys() <= coordinates.keys() <= sizes.keys():
-        yield InputError(where, f"coordinates name the mesh axes {sorted(coordinates)}, topology.source has {sorted(sizes)}")
+        yield InputError(
+            where, f"coordinates name the mesh axes {sorted(coordinates)}, topology.source has {sorted(sizes)}"
+        )
     elif any(index >= sizes[axis] for axis, index in coordinates.items()):
         yield InputError(where, f"coordinates {coordinates} lie outside the mesh {mesh}")
     shard = SHARD_NAME.fullmatch(fragment.payload_file)
-    if "/" in fragment.payload_file or "\\" in fragment.payload_file or ".." in fragment.payload_file or "\0" in fragment.payload_file:
-        yield InputError(where, f"payload_file {fragment.payload_file!r} is a path; expected a plain file name in the case folder")
+    if (
+        "/" in fragment.payload_file
+        or "\\" in fragment.payload_file
+        or ".." in fragment.payload_file
+        or "\0" in fragment.payload_file
+    ):
+        yield InputError(
+            where, f"payload_file {fragment.payload_file!r} is a path; expected a plain file name in the case folder"
+        )
     elif rank >= mesh.size:
         yield InputError(where, f"rank {rank} of {mesh.size}; expected ranks from 0")
     elif not shard or int(shard[1]) != rank or shard[1] != f"{rank:05d}":
-        yield InputError(where, f"payload_file {fragment.payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors")
+        yield InputError(
+            where,
+            f"payload_file {fragment.payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors",
+        )
 
 
 def _identity_faults(case: Case) -> Iterator[ReshardError]:
@@ -153,9 +182,13 @@ def _identity_faults(case: Case) -> Iterator[ReshardError]:
     for fragment in case.fragments:
         rank = fragment.rank
         mesh_tuple = tuple(pair for pair in fragment.topology_coordinates if pair[0] != "rank")
-        if tuple_of_rank.setdefault(rank, mesh_tuple) != mesh_tuple or rank_of_tuple.setdefault(mesh_tuple, rank) != rank:
+        if (
+            tuple_of_rank.setdefault(rank, mesh_tuple) != mesh_tuple
+            or rank_of_tuple.setdefault(mesh_tuple, rank) != rank
+        ):
             yield InputError(
-                name_of(fragment), f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one coordinate tuple a rank"
+                name_of(fragment),
+                f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one coordinate tuple a rank",
             )
             return
 
@@ -169,10 +202,16 @@ def _storage_faults(case: Case) -> Iterator[ReshardError]:
             continue
         both = f"{first.fragment_id} and {fragment.fragment_id} name one stored array, {fragment.payload_key!r} of {fragment.payload_file}"
         if fragment.shared_storage_id is None or fragment.shared_storage_id != first.shared_storage_id:
-            yield InputError(CASE_FILE, f"{both}, without one shared_storage_id; expected arrays of their own, or the same shared_storage_id")
+            yield InputError(
+                CASE_FILE,
+                f"{both}, without one shared_storage_id; expected arrays of their own, or the same shared_storage_id",
+            )
         elif (first.dtype, first.local_shape) != (fragment.dtype, fragment.local_shape):
             yield InputError(CASE_FILE, f"{both}, with different dtype or local_shape")
-        elif None not in (first.fragment_digest, fragment.fragment_digest) and first.fragment_digest != fragment.fragment_digest:
+        elif (
+            None not in (first.fragment_digest, fragment.fragment_digest)
+            and first.fragment_digest != fragment.fragment_digest
+        ):
             yield IntegrityError(CASE_FILE, f"{both}, with different fragment_digest")
 
 
@@ -183,7 +222,8 @@ def _agreement_faults(tensor: list[Fragment]) -> Iterator[ReshardError]:
             here, there = getattr(fragment, key), getattr(first, key)
             if here != there:
                 yield InputError(
-                    name_of(fragment), f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor {fragment.logical_tensor_id}; expected one"
+                    name_of(fragment),
+                    f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor {fragment.logical_tensor_id}; expected one",
                 )
                 return
 
@@ -201,20 +241,35 @@ def _replica_faults(case: Case, found: Findings) -> Iterator[ReshardError]:
     for group_id, members in replica_groups(case.fragments).items():
         first, where = members[0], f"{CASE_FILE}: replica group {group_id}"
         if not group_id:
-            yield InputError(name_of(first), f"member_count is {first.replica.member_count} without a group_id; expected the id that the replicas share")
+            yield InputError(
+                name_of(first),
+                f"member_count is {first.replica.member_count} without a group_id; expected the id that the replicas share",
+            )
             continue
         counts = {member.replica.member_count for member in members}
         if counts != {len(members)}:
-            yield InputError(where, f"{len(members)} members ({names(m.fragment_id for m in members)}), member_count says {names(sorted(counts))}")
+            yield InputError(
+                where,
+                f"{len(members)} members ({names(m.fragment_id for m in members)}), member_count says {names(sorted(counts))}",
+            )
         elif [member.replica.member_index for member in members] != list(range(len(members))):
-            yield InputError(where, f"member_index {[m.replica.member_index for m in members]}, expected 0 to {len(members) - 1}, each once")
+            yield InputError(
+                where,
+                f"member_index {[m.replica.member_index for m in members]}, expected 0 to {len(members) - 1}, each once",
+            )
         elif len({(member.logical_tensor_id, member.box) for member in members}) > 1:
-            yield InputError(where, f"the members ({names(m.fragment_id for m in members)}) hold different boxes; expected replicas of one box")
+            yield InputError(
+                where,
+                f"the members ({names(m.fragment_id for m in members)}) hold different boxes; expected replicas of one box",
+            )
         elif any(member.is_padded or member.fragment_digest is None for member in members):
             found.replicas_to_read.append(members)
         elif len({member.fragment_digest for member in members}) > 1:
             odd = next(member for member in members if member.fragment_digest != first.fragment_digest)
-            yield IntegrityError(where, f"{odd.fragment_id} ({odd.payload_file}) and {first.fragment_id} ({first.payload_file}) have different digests; replicas must be equal")
+            yield IntegrityError(
+                where,
+                f"{odd.fragment_id} ({odd.payload_file}) and {first.fragment_id} ({first.payload_file}) have different digests; replicas must be equal",
+            )
 
 
 def distinct_boxes(tensor: Sequence[Fragment]) -> list[Fragment]:
@@ -227,8 +282,12 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
     everything = [fragment for boxes in boxes_of.values() for fragment in boxes]
     naxes = max((len(fragment.global_shape) for fragment in everything), default=0)
     fill = [(0,) * (naxes - k) for k in range(naxes + 1)]
-    start = np.array([f.element_offset + fill[len(f.global_shape)] for f in everything], np.int64).reshape(-1, naxes)
-    extent = np.array([f.element_extent + tuple(1 for _ in fill[len(f.global_shape)]) for f in everything], np.int64).reshape(-1, naxes)
+    start = np.array([f.element_offset + fill[len(f.global_shape)] for f in everything], np.int64).reshape(
+        len(everything), naxes
+    )
+    extent = np.array(
+        [f.element_extent + tuple(1 for _ in fill[len(f.global_shape)]) for f in everything], np.int64
+    ).reshape(len(everything), naxes)
     boxes = Boxes(start, start + extent)
     group = np.repeat(np.arange(len(boxes_of)), [len(fragments) for fragments in boxes_of.values()])
     overlap = find_overlap(boxes, group)
@@ -267,25 +326,41 @@ def _tie_faults(tensors: dict[str, list[Fragment]], found: Findings) -> Iterator
         for other_id in tied[1:]:
             other, where = tensors[other_id], f"{CASE_FILE}: tie group {tie}"
             if (first[0].global_shape, first[0].dtype) != (other[0].global_shape, other[0].dtype):
-                yield InputError(where, f"{tied[0]} is {first[0].dtype} {list(first[0].global_shape)}, {other_id} is {other[0].dtype} {list(other[0].global_shape)}; tied tensors must be alike")
+                yield InputError(
+                    where,
+                    f"{tied[0]} is {first[0].dtype} {list(first[0].global_shape)}, {other_id} is {other[0].dtype} {list(other[0].global_shape)}; tied tensors must be alike",
+                )
                 continue
             here, there = _digest_of_boxes(first), _digest_of_boxes(other)
             differing = [box for box in here.keys() & there.keys() if here[box] != there[box]]
             if differing:
-                yield IntegrityError(where, f"{tied[0]} and {other_id} have different digests for box {box_text(*min(differing))}; tied tensors must be equal")
+                yield IntegrityError(
+                    where,
+                    f"{tied[0]} and {other_id} have different digests for box {box_text(*min(differing))}; tied tensors must be equal",
+                )
             elif not {f.box for f in distinct_boxes(first)} <= here.keys() & there.keys():
                 found.ties_to_read.append((tied[0], other_id))
 
 
 def _digest_of_boxes(tensor: list[Fragment]) -> dict[tuple[tuple[int, ...], tuple[int, ...]], str]:
-    return {f.box: f.fragment_digest for f in distinct_boxes(tensor) if f.fragment_digest is not None and not f.is_padded}
+    return {
+        f.box: f.fragment_digest for f in distinct_boxes(tensor) if f.fragment_digest is not None and not f.is_padded
+    }
 
 
 def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
     if case.oracles and case.oracle_file is None:
-        yield InputError(CASE_FILE, f"{len(case.oracles)} oracles, but oracle_file is null; expected the file that holds them")
-    elif case.oracle_file is not None and (case.oracle_file != case.oracle_file.split("/")[-1].split("\\")[-1] or case.oracle_file in ("", ".", "..") or "\0" in case.oracle_file):
-        yield InputError(CASE_FILE, f"oracle_file {case.oracle_file!r} is a path; expected a plain file name in the case folder")
+        yield InputError(
+            CASE_FILE, f"{len(case.oracles)} oracles, but oracle_file is null; expected the file that holds them"
+        )
+    elif case.oracle_file is not None and (
+        case.oracle_file != case.oracle_file.split("/")[-1].split("\\")[-1]
+        or case.oracle_file in ("", ".", "..")
+        or "\0" in case.oracle_file
+    ):
+        yield InputError(
+            CASE_FILE, f"oracle_file {case.oracle_file!r} is a path; expected a plain file name in the case folder"
+        )
     for tensor_id, count in Counter(oracle.logical_tensor_id for oracle in case.oracles).items():
         if count > 1:
             yield InputError(CASE_FILE, f"{count} oracles for tensor {tensor_id}; expected one")
@@ -295,6 +370,9 @@ def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]]) -> Iterator[R
         if tensor is None:
             yield InputError(where, "no fragment belongs to that tensor; expected an oracle for a tensor of the case")
         elif (tensor[0].dtype, tensor[0].global_shape) != (oracle.dtype, oracle.shape):
-            yield InputError(where, f"{oracle.dtype} {list(oracle.shape)}, but the fragments say {tensor[0].dtype} {list(tensor[0].global_shape)}")
+            yield InputError(
+                where,
+                f"{oracle.dtype} {list(oracle.shape)}, but the fragments say {tensor[0].dtype} {list(tensor[0].global_shape)}",
+            )
         elif oracle.dtype not in DTYPES:
             yield InputError(where, f"dtype {oracle.dtype!r} is not known")

@@ -71,24 +71,48 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", action="store_true", help="print JSON")
     _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
     for command in commands.choices.values():
-        command.add_argument("--progress", choices=("auto", "plain", "bar", "off"), default="auto", help="on stderr (default auto)")
+        command.add_argument(
+            "--progress", choices=("auto", "plain", "bar", "off"), default="auto", help="on stderr (default auto)"
+        )
     return parser
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a checkpoint case")
-    parser.add_argument("--target", type=_target, metavar="AXES", help="tp=4, pp=2,tp=2, single, ... (default: topology.target of SOURCE)")
-    parser.add_argument("--include", action="append", default=[], metavar="GLOB", help="only tensors whose fqn matches (may be repeated)")
-    parser.add_argument("--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)")
     parser.add_argument(
-        "--memory", type=binary_size, default=binary_size(DEFAULT_MEMORY), metavar="SIZE", help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})"
+        "--target",
+        type=_target,
+        metavar="AXES",
+        help="tp=4, pp=2,tp=2, single, ... (default: topology.target of SOURCE)",
+    )
+    parser.add_argument(
+        "--include",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="only tensors whose fqn matches (may be repeated)",
+    )
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=binary_size,
+        default=binary_size(DEFAULT_MEMORY),
+        metavar="SIZE",
+        help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
     )
 
 
 def _add_reshard(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
-    parser.add_argument("--verify", choices=("source", "full", "none"), default="source", help="what is held against digests (default source)")
+    parser.add_argument(
+        "--verify",
+        choices=("source", "full", "none"),
+        default="source",
+        help="what is held against digests (default source)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
     parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
@@ -96,16 +120,31 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser)
-    parser.add_argument("--ranks", type=_count, metavar="P", help="MPI ranks to plan for (default: those of this run, or as many as source shards)")
+    parser.add_argument(
+        "--ranks",
+        type=_count,
+        metavar="P",
+        help="MPI ranks to plan for (default: those of this run, or as many as source shards)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--size", type=binary_size, default=binary_size("64M"), metavar="SIZE", help="bytes of all tensors, about (default 64M)")
+    parser.add_argument(
+        "--size",
+        type=binary_size,
+        default=binary_size("64M"),
+        metavar="SIZE",
+        help="bytes of all tensors, about (default 64M)",
+    )
     for axis in ("tp", "pp", "dp", "fsdp", "cp"):
-        parser.add_argument(f"--{axis}", type=_count, default=1, metavar="N", help=f"ranks of mesh axis {axis} (default 1)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default bfloat16)")
+        parser.add_argument(
+            f"--{axis}", type=_count, default=1, metavar="N", help=f"ranks of mesh axis {axis} (default 1)"
+        )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default bfloat16)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the values (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
 

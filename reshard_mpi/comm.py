@@ -63,12 +63,15 @@ def on_root(comm: MPI.Comm, function: Callable[[], T]) -> T | None:
 
 def root_value(comm: MPI.Comm, function: Callable[[], T]) -> T:
     """Collective: the value that `function` has on rank 0, on all ranks; it must be small, for it is pickled."""
-    return comm.bcast(on_root(comm, function), root=ROOT)  # type: ignore[return-value]
+    return comm.bcast(on_root(comm, function), root=ROOT)
 
 
 def broadcast_arrays(comm: MPI.Comm, values: list[Ints | int] | None) -> list[Ints | int]:
     """Collective: rank 0's int64 arrays and integers on all ranks, as one buffer: pickling 200,000 tiles took 100 times longer."""
-    shapes = comm.bcast([value.shape if isinstance(value, np.ndarray) else None for value in values] if values is not None else None, root=ROOT)
+    shapes = comm.bcast(
+        [value.shape if isinstance(value, np.ndarray) else None for value in values] if values is not None else None,
+        root=ROOT,
+    )
     if values is not None:
         flat = np.concatenate([np.ravel(np.asarray(value, np.int64)) for value in values])
     else:

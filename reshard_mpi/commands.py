@@ -37,7 +37,12 @@ def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     """Collective: a command on all ranks; the exit code, the same on all of them."""
     from reshard_mpi.comm import root_value
 
-    together: dict[str, Callable[[MPI.Comm, argparse.Namespace], int]] = {DEMO: _demo, "reshard": _reshard, "verify": _verify, "compare": _compare}
+    together: dict[str, Callable[[MPI.Comm, argparse.Namespace], int]] = {
+        DEMO: _demo,
+        "reshard": _reshard,
+        "verify": _verify,
+        "compare": _compare,
+    }
     if options.command in together:
         return together[options.command](comm, options)
     if getattr(options, "ranks", 0) is None:
@@ -62,7 +67,16 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.comm import on_root
     from reshard_mpi.job import Job, reshard
 
-    job = Job(options.source, options.out, _selection(options), options.memory, options.verify, options.overwrite, options.restart, options.progress)
+    job = Job(
+        options.source,
+        options.out,
+        _selection(options),
+        options.memory,
+        options.verify,
+        options.overwrite,
+        options.restart,
+        options.progress,
+    )
     report = reshard(comm, job)
 
     def tell() -> None:
@@ -81,11 +95,16 @@ def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
 
     def replaceable() -> None:
         if os.path.lexists(SAMPLE_OUT) and _case_id(SAMPLE_OUT) != SAMPLE_CASE:
-            raise UsageError(str(SAMPLE_OUT), "is not a former run of the sample, so it is not replaced; remove it, or run in another folder")
+            raise UsageError(
+                str(SAMPLE_OUT),
+                "is not a former run of the sample, so it is not replaced; remove it, or run in another folder",
+            )
 
     on_root(comm, replaceable)
     with resources.as_file(resources.files("reshard_mpi") / "data" / SAMPLE_CASE) as source:
-        job = Job(source, SAMPLE_OUT, Selection(Mesh(())), 1 << 24, "full", overwrite=True, restart=True, progress="off")
+        job = Job(
+            source, SAMPLE_OUT, Selection(Mesh(())), 1 << 24, "full", overwrite=True, restart=True, progress="off"
+        )
         report = reshard(comm, job)
     on_root(comm, lambda: _say(_demo_text(report)))
     return 0
@@ -127,7 +146,13 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _refused(faults: list[ReshardError], as_json: bool) -> int:
     if as_json:
-        _say_json({"refusals": [{"exit_code": fault.exit_code, "where": fault.where, "message": fault.message} for fault in faults]})
+        _say_json(
+            {
+                "refusals": [
+                    {"exit_code": fault.exit_code, "where": fault.where, "message": fault.message} for fault in faults
+                ]
+            }
+        )
     else:
         _say(refusals_text(faults))
     told = first_to_tell(faults)
@@ -174,7 +199,10 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         warn(verdict.warnings)
         counts = {name: getattr(verdict, name) for name in ("nfragments", "ndigests", "noracles", "nunverifiable")}
         if options.json:
-            faults = [{"exit_code": fault.exit_code, "where": fault.where, "message": fault.message} for fault in verdict.faults]
+            faults = [
+                {"exit_code": fault.exit_code, "where": fault.where, "message": fault.message}
+                for fault in verdict.faults
+            ]
             _say_json({"case": str(options.source), **counts, "faults": faults})
             return
         for fault in verdict.faults:
@@ -201,9 +229,15 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
             _say_json(found)
         else:
             for difference in found["differences"]:
-                detail = f", first at {difference['first_index']}, {difference['count']} elements" if "count" in difference else ""
+                detail = (
+                    f", first at {difference['first_index']}, {difference['count']} elements"
+                    if "count" in difference
+                    else ""
+                )
                 _say(f"{difference['tensor']}: {difference['what']}{detail}")
-            _say(f"{'equal' if found['equal'] else 'different'}: {found['ntensors']} tensors, {len(found['differences'])} differ")
+            _say(
+                f"{'equal' if found['equal'] else 'different'}: {found['ntensors']} tensors, {len(found['differences'])} differ"
+            )
         return 0 if found["equal"] else 1
 
     return root_value(comm, tell)

@@ -72,12 +72,18 @@ class PartialFolder:
         except OSError as error:
             holder = os.read(self._lock, 1000).decode(errors="replace").strip()
             os.close(self._lock)
-            raise UsageError(str(self.path), f"a job is writing it ({holder or error.strerror}); wait for it, or end it") from error
+            raise UsageError(
+                str(self.path), f"a job is writing it ({holder or error.strerror}); wait for it, or end it"
+            ) from error
         if not is_new and not restart:
             self._check_journal()
         self._clear()
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"host {socket.gethostname()}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n".encode(), 0)
+        os.pwrite(
+            self._lock,
+            f"host {socket.gethostname()}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n".encode(),
+            0,
+        )
         self._write_journal("writing")
 
     def _check_journal(self) -> None:
@@ -89,9 +95,14 @@ class PartialFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(str(self.path / JOURNAL), "can't be understood; --restart begins anew") from error
         if job != self._job:
-            raise UsageError(str(self.path), "was left by a job of another source, target or options; --restart begins anew")
+            raise UsageError(
+                str(self.path), "was left by a job of another source, target or options; --restart begins anew"
+            )
         if state == "failed":
-            raise UsageError(str(self.path), "was left by this job when a digest did not hold, which can't be continued; --restart begins anew")
+            raise UsageError(
+                str(self.path),
+                "was left by this job when a digest did not hold, which can't be continued; --restart begins anew",
+            )
 
     def _clear(self) -> None:
         for entry in self.path.iterdir():
@@ -100,7 +111,9 @@ class PartialFolder:
 
     def _write_journal(self, state: str) -> None:
         new = self.path / f"{JOURNAL}.new"
-        new.write_text(json.dumps({"job": self._job, "identity": self._identity, "state": state}, indent=2, sort_keys=True) + "\n")
+        new.write_text(
+            json.dumps({"job": self._job, "identity": self._identity, "state": state}, indent=2, sort_keys=True) + "\n"
+        )
         new.replace(self.path / JOURNAL)
 
     def fail(self) -> None:
@@ -135,7 +148,9 @@ class PartialFolder:
 def _exchange(new: Path, old: Path) -> Path:
     """Put `new` in the place of `old` in one step; returns where `old` is now."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2") and not libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE):
+    if hasattr(libc, "renameat2") and not libc.renameat2(
+        _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE
+    ):
         return new
     aside = old.with_name(f"{old.name}.replaced-{os.getpid()}")  # the file system can't exchange
     os.rename(old, aside)

@@ -40,10 +40,17 @@ class _Difference:
 def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> dict[str, Any] | None:
     """Collective: what differs, on rank 0: `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., ..}]}`."""
     a, b = load_together(comm, a_folder), load_together(comm, b_folder)
-    on_root(comm, lambda: [source.raise_first() for source in (a, b) if source])
+    for source in (a, b):
+        on_root(comm, lambda source=source: source.raise_first())
     differences, tasks = _metadata_differences(a, b) if a and b else ([], [])
     with Files(a_folder) as a_files, Files(b_folder) as b_files:
-        found = deal(comm, tasks, lambda task: task.last - task.first, lambda task: _compare_bytes(task, a_files, b_files), progress)
+        found = deal(
+            comm,
+            tasks,
+            lambda task: task.last - task.first,
+            lambda task: _compare_bytes(task, a_files, b_files),
+            progress,
+        )
     raise_together(comm, first_to_tell(result for result in found if isinstance(result, ReshardError)))
     return on_root(comm, lambda: _verdict(a, tasks, found, differences))
 
@@ -60,7 +67,10 @@ def _metadata_differences(a: Source, b: Source) -> tuple[list[dict[str, Any]], l
             differences.append({"tensor": tensor_id, "what": f"{_kind(here[0])} and {_kind(there[0])}"})
         elif 0 not in here[0].global_shape:
             pair = whole_tensor(here, a.headers), whole_tensor(there, b.headers)
-            tasks += [_Task(tensor_id, *pair, first, min(first + TASK_NBYTES, pair[0].nbytes)) for first in range(0, pair[0].nbytes, TASK_NBYTES)]
+            tasks += [
+                _Task(tensor_id, *pair, first, min(first + TASK_NBYTES, pair[0].nbytes))
+                for first in range(0, pair[0].nbytes, TASK_NBYTES)
+            ]
     return differences, tasks
 
 
@@ -88,16 +98,27 @@ def _differing_elements(here: Bytes, there: Bytes, nbits: int, first: int) -> np
     return np.unique((bits + first * 8) // nbits)
 
 
-def _verdict(a: Source | None, tasks: list[_Task], found: list[_Difference | None | ReshardError], differences: list[dict[str, Any]]) -> dict[str, Any]:
+def _verdict(
+    a: Source | None,
+    tasks: list[_Task],
+    found: list[_Difference | None | ReshardError],
+    differences: list[dict[str, Any]],
+) -> dict[str, Any]:
     assert a is not None
     shapes = {fragment.logical_tensor_id: fragment.global_shape for fragment in a.case.fragments}
     bytes_differ: dict[str, _Difference] = {}
     for task, result in zip(tasks, found, strict=True):
         if isinstance(result, _Difference):
             before = bytes_differ.get(task.tensor_id)
-            bytes_differ[task.tensor_id] = _Difference(before.first_index, before.count + result.count) if before else result
+            bytes_differ[task.tensor_id] = (
+                _Difference(before.first_index, before.count + result.count) if before else result
+            )
     for tensor_id, difference in bytes_differ.items():
-        index = [int(i) for i in np.unravel_index(difference.first_index, shapes[tensor_id])] if shapes[tensor_id] else []
-        differences.append({"tensor": tensor_id, "what": "bytes differ", "first_index": index, "count": difference.count})
+        index = (
+            [int(i) for i in np.unravel_index(difference.first_index, shapes[tensor_id])] if shapes[tensor_id] else []
+        )
+        differences.append(
+            {"tensor": tensor_id, "what": "bytes differ", "first_index": index, "count": difference.count}
+        )
     differences.sort(key=lambda difference: difference["tensor"])
     return {"equal": not differences, "ntensors": len(shapes), "differences": differences}

@@ -62,5 +62,8 @@ def nbytes_of(nelems: int, dtype: DType, where: str) -> int:
     """
     nbits = nelems * dtype.nbits
     if nbits % 8:
-        raise InputError(where, f"{nelems} elements of {dtype.name} are {nbits} bits, no whole number of bytes; cut it on a byte boundary")
+        raise InputError(
+            where,
+            f"{nelems} elements of {dtype.name} are {nbits} bits, no whole number of bytes; cut it on a byte boundary",
+        )
     return nbits // 8

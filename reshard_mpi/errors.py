@@ -59,7 +59,9 @@ class Interrupted(ReshardError):
 
 def storage_error(path: object, error: OSError, what: str) -> StorageError:
     """The StorageError that says of `path` what the operating system said while we tried to `what` it."""
-    return StorageError(str(path), f"can't {what}: {error.strerror or error}; check the path, its permissions and free space")
+    return StorageError(
+        str(path), f"can't {what}: {error.strerror or error}; check the path, its permissions and free space"
+    )
 
 
 # SPEC section 4: of different faults on different ranks, bad input is told before a file that failed, and so on.

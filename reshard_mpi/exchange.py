@@ -61,7 +61,9 @@ def copy_tiles(source: Bytes, source_tiles: Tiles, target: Bytes, target_tiles: 
         _widths(source_tiles, target_tiles).tolist(),
         strict=True,
     ):
-        _view(target, shape, to_position, to_stride, width)[...] = _view(source, shape, from_position, from_stride, width)
+        _view(target, shape, to_position, to_stride, width)[...] = _view(
+            source, shape, from_position, from_stride, width
+        )
 
 
 def _widths(a: Tiles, b: Tiles) -> Ints:

@@ -27,7 +27,10 @@ def case_facts(source: Source) -> dict[str, Any]:
     """What the manifest says, as JSON values."""
     case = source.case
     layout, _ = target_layout(case, Mesh(()))  # only what is known: nothing is asked of it
-    tensors = [_tensor_facts(fragments, layout[tensor_id]) for tensor_id, fragments in sorted(by_tensor(case.fragments).items())]
+    tensors = [
+        _tensor_facts(fragments, layout[tensor_id])
+        for tensor_id, fragments in sorted(by_tensor(case.fragments).items())
+    ]
     return {
         "case_id": case.case_id,
         "components": list(case.components),
@@ -127,10 +130,16 @@ def tensor_tiles(source: Source, name: str) -> dict[str, Any]:
 
 def tiles_text(facts: Mapping[str, Any]) -> str:
     """The tiles for people."""
-    lines = [f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {'; '.join(facts['layout']) or 'whole'}"]
+    lines = [
+        f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {'; '.join(facts['layout']) or 'whole'}"
+    ]
     for tile in facts["tiles"]:
         marks = [f"{axis} {index}" for axis, index in tile["coordinates"].items()]
         marks += [f"replica {tile['replica'][0]} of {tile['replica'][1]}"] if tile["replica"][1] > 1 else []
-        marks += [f"stored as {tile['stored_shape']} ({tile['padding']})"] if tile["stored_shape"] != tile["extent"] else []
-        lines.append(f"  rank {tile['rank']:>5}  {box_text(tile['offset'], tile['extent'])}  {', '.join(marks)}  {tile['file']}:{tile['key']}")
+        marks += (
+            [f"stored as {tile['stored_shape']} ({tile['padding']})"] if tile["stored_shape"] != tile["extent"] else []
+        )
+        lines.append(
+            f"  rank {tile['rank']:>5}  {box_text(tile['offset'], tile['extent'])}  {', '.join(marks)}  {tile['file']}:{tile['key']}"
+        )
     return "\n".join(lines)

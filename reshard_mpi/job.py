@@ -93,7 +93,11 @@ def _check_equalities(comm: MPI.Comm, job: Job, source: Source | None, prepared:
     faults = check_equal(comm, job.source, groups)
     found = digests_of(comm, job.source, list(unread) if unread is not None else None)
     for (array, expected), digest in zip((unread or {}).items(), found, strict=True):
-        faults += [digest] if isinstance(digest, ReshardError) else _digest_faults(str(job.source), array.label, digest, expected)
+        faults += (
+            [digest]
+            if isinstance(digest, ReshardError)
+            else _digest_faults(str(job.source), array.label, digest, expected)
+        )
     raise_together(comm, first_to_tell(faults))
 
 
@@ -103,7 +107,11 @@ def _kept_tensors(prepared: Prepared) -> set[str]:
 
 def _unread_arrays(source: Source, prepared: Prepared) -> dict[WholeTensor, str]:
     """The stored arrays of the kept tensors that the plan doesn't read, and their digests."""
-    read = {(fragment.payload_file, fragment.payload_key) for fragments in prepared.source_fragments for fragment in fragments}
+    read = {
+        (fragment.payload_file, fragment.payload_key)
+        for fragments in prepared.source_fragments
+        for fragment in fragments
+    }
     kept = _kept_tensors(prepared)
     return {
         whole_array(f.payload_file, f.payload_key, source.headers[f.payload_file][f.payload_key]): f.fragment_digest
@@ -115,7 +123,12 @@ def _unread_arrays(source: Source, prepared: Prepared) -> dict[WholeTensor, str]
 def _digest_faults(where: str, what: str, found: str, expected: str) -> list[ReshardError]:
     if found == expected:
         return []
-    return [IntegrityError(where, f"{what} has digest {found}, expected {expected}; its bytes have changed since it was saved: get it anew")]
+    return [
+        IntegrityError(
+            where,
+            f"{what} has digest {found}, expected {expected}; its bytes have changed since it was saved: get it anew",
+        )
+    ]
 
 
 def _begin(job: Job, source: Source | None, prepared: Prepared | None) -> PartialFolder:
@@ -153,12 +166,16 @@ def _names(job: Job, local: _Local | None) -> Names:
     assert local is not None
     prepared = local.prepared
     keys = tuple(fragments[0].payload_key for fragments in prepared.source_fragments)
-    return Names(job.source, prepared.source_files, keys, local.partial.path, tuple(file.name for file in prepared.target_files))
+    return Names(
+        job.source, prepared.source_files, keys, local.partial.path, tuple(file.name for file in prepared.target_files)
+    )
 
 
 def _create_files(comm: MPI.Comm, names: Names, local: _Local | None) -> None:
     """Collective: every target file at its full size, with its header; each rank makes its share of them."""
-    mine = comm.scatter([local.prepared.target_files[rank :: comm.size] for rank in range(comm.size)] if local else None, root=ROOT)
+    mine = comm.scatter(
+        [local.prepared.target_files[rank :: comm.size] for rank in range(comm.size)] if local else None, root=ROOT
+    )
     with agreed(comm):
         for file in mine:
             create_file(names.target_folder / file.name, file.nbytes, file.head)
@@ -192,14 +209,20 @@ def _verify_target(comm: MPI.Comm, names: Names, written: Case | None) -> None:
         tensors = by_tensor(written.fragments)
         if not faults:
             for fragment in written.fragments:
-                array = whole_array(fragment.payload_file, fragment.payload_key, headers[fragment.payload_file][fragment.payload_key])
+                array = whole_array(
+                    fragment.payload_file, fragment.payload_key, headers[fragment.payload_file][fragment.payload_key]
+                )
                 expected[array] = fragment.fragment_digest or ""
             for oracle in written.oracles:
                 expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
             faults += oracle_file_faults(names.target_folder, written)
     found = digests_of(comm, names.target_folder, list(expected))
     for (what, digest), result in zip(expected.items(), found, strict=True):
-        faults += [result] if isinstance(result, ReshardError) else _digest_faults(str(names.target_folder), what.label, result, digest)
+        faults += (
+            [result]
+            if isinstance(result, ReshardError)
+            else _digest_faults(str(names.target_folder), what.label, result, digest)
+        )
     raise_together(comm, first_to_tell(faults))
 
 
@@ -218,7 +241,11 @@ def _report(job: Job, local: _Local | None, measured: Sequence[Mapping[str, Any]
     case, prepared = local.prepared.outgoing.case, local.prepared
     kept = [f for f in local.source.case.fragments if f.logical_tensor_id in _kept_tensors(prepared) and f.has_elements]
     read = {fragment.fragment_id for fragment in prepared.chosen}
-    unread = sum(local.source.headers[f.payload_file][f.payload_key].nbytes for f in kept if f.replica.member_count > 1 and f.fragment_id not in read)
+    unread = sum(
+        local.source.headers[f.payload_file][f.payload_key].nbytes
+        for f in kept
+        if f.replica.member_count > 1 and f.fragment_id not in read
+    )
     return summary_of(
         measured,
         source=str(job.source),
@@ -235,4 +262,3 @@ def _report(job: Job, local: _Local | None, measured: Sequence[Mapping[str, Any]
         warnings=local.source.warnings,
         seconds=round(seconds, 3),
     )
-

@@ -33,7 +33,11 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     for name, rank, nranks in _MPI_LAUNCHERS:
         if environment.get(rank, "").isdecimal() and environment.get(nranks, "").isdecimal():
             return Launch(name, int(environment[rank]), int(environment[nranks]))
-    if "TORCHELASTIC_RUN_ID" in environment and environment.get("RANK", "").isdecimal() and environment.get("WORLD_SIZE", "").isdecimal():
+    if (
+        "TORCHELASTIC_RUN_ID" in environment
+        and environment.get("RANK", "").isdecimal()
+        and environment.get("WORLD_SIZE", "").isdecimal()
+    ):
         return Launch("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]))
     return Launch(NO_LAUNCHER, 0, 1)
 

@@ -89,7 +89,10 @@ def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tupl
         layout[tensor_id] = rules
     for (axis, reason), tensors in without_rule.items():
         faults.append(
-            InputError(f"mesh axis {axis}", f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; give a rule for them with --layout")
+            InputError(
+                f"mesh axis {axis}",
+                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; give a rule for them with --layout",
+            )
         )
     return layout, faults
 
@@ -108,7 +111,12 @@ def _rule_faults(tensor: Tensor, rules: Mapping[str, Rule]) -> list[ReshardError
         if isinstance(rule, int) and rule >= len(tensor.shape):
             faults.append(InputError(where, f"{axis} splits axis {rule} of a tensor with {len(tensor.shape)} axes"))
         elif isinstance(rule, Stages) and (not rule.stages or max(rule.stages) >= rule.of):
-            faults.append(InputError(where, f"{axis} places it at stages {list(rule.stages)} of {rule.of}; expected stages from 0 to {rule.of - 1}"))
+            faults.append(
+                InputError(
+                    where,
+                    f"{axis} places it at stages {list(rule.stages)} of {rule.of}; expected stages from 0 to {rule.of - 1}",
+                )
+            )
     return faults
 
 
@@ -146,7 +154,9 @@ def _inferred_rules(source: Mesh, fragments: Sequence[Fragment]) -> Mapping[str,
 
 
 @lru_cache(maxsize=4096)  # the layers of a model repeat each other
-def infer_rules(axes: tuple[tuple[str, int], ...], held: tuple[tuple[MeshTuple, tuple[Box, ...]], ...]) -> Mapping[str, Rule | Undetermined]:
+def infer_rules(
+    axes: tuple[tuple[str, int], ...], held: tuple[tuple[MeshTuple, tuple[Box, ...]], ...]
+) -> Mapping[str, Rule | Undetermined]:
     """What each mesh axis does to one tensor, from the boxes that each mesh tuple holds.
 
     >>> infer_rules((("dp", 2), ("tp", 2)), tuple(((d, t), (((0, 2 * t), (4, 2)),)) for d in (0, 1) for t in (0, 1)))
@@ -158,10 +168,6 @@ def infer_rules(axes: tuple[tuple[str, int], ...], held: tuple[tuple[MeshTuple, 
     rules: dict[str, Rule | Undetermined] = {}
     for index, (axis, size) in enumerate(axes):
         rules[axis] = _infer_axis(axis, size, _lines(boxes, index), _lines(with_elements, index))
-    if not _explained(axes, rules, with_elements):
-        for axis, rule in rules.items():
-            if not isinstance(rule, int):
-                rules[axis] = Undetermined("no two fragments differ in its coordinate alone and show what it does")
     return rules
 
 
@@ -187,9 +193,12 @@ def _infer_axis(axis: str, size: int, lines: list[Line], lines_with_elements: li
     if any(len(set(line.values())) > 1 for line in lines):
         return Undetermined("its coordinate changes which boxes are held, along no one tensor axis")
     indices = {index for line in lines for index in line}
+    varies = any(set(line) != indices for line in lines)
+    if varies and len({boxes for line in lines for boxes in line.values()}) > 1:
+        return Undetermined("which of its coordinates hold a box depends on the other coordinates")
     if len(indices) in (0, size) or axis not in NUMBERED:
         return "replicate"  # on all coordinates, or saved by some of them once for all
-    if any(set(line) != indices for line in lines):
+    if varies:
         return Undetermined("where it places the tensor depends on the other coordinates")
     return Stages(tuple(sorted(indices)), size)
 
@@ -201,23 +210,22 @@ def _axes_followed(lines: list[Line]) -> set[int]:
         if len(set(line.values())) > 1:
             naxes = len(next(iter(line.values()))[0][0])
             for axis in range(naxes):
-                intervals = {frozenset((offset[axis], extent[axis]) for offset, extent in boxes) for boxes in line.values()}
+                intervals = {
+                    frozenset((offset[axis], extent[axis]) for offset, extent in boxes) for boxes in line.values()
+                }
                 if len(intervals) > 1:
                     followed.add(axis)
     return followed
 
 
-def _explained(axes: tuple[tuple[str, int], ...], rules: Mapping[str, Rule | Undetermined], boxes: Mapping[MeshTuple, tuple[Box, ...]]) -> bool:
-    """Do the axes that split account for every difference between the boxes?"""
-    splitting = [index for index, (axis, _) in enumerate(axes) if not isinstance(rules[axis], str | Stages)]
-    seen: dict[MeshTuple, tuple[Box, ...]] = {}
-    return all(seen.setdefault(tuple(where[index] for index in splitting), here) == here for where, here in boxes.items())
-
-
 def target_boxes(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> list[tuple[int, Box]]:
     """(rank, box) of every target rank that holds the tensor, by rank; parts without elements included."""
     sizes = target.split_axes
-    stages = {axis: _stages(axis, size, rule, tensor, stacks) for axis, size in sizes.items() if isinstance(rule := rules[axis], Stages)}
+    stages = {
+        axis: _stages(axis, size, rule, tensor, stacks)
+        for axis, size in sizes.items()
+        if isinstance(rule := rules[axis], Stages)
+    }
     splits: defaultdict[int, list[str]] = defaultdict(list)
     for axis in nesting_order(sizes):
         rule = rules[axis]
@@ -231,7 +239,9 @@ def target_boxes(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks
     return found
 
 
-def _box(shape: tuple[int, ...], splits: Mapping[int, list[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> Box:
+def _box(
+    shape: tuple[int, ...], splits: Mapping[int, list[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]
+) -> Box:
     offset, extent = [0] * len(shape), list(shape)
     for tensor_axis, mesh_axes in splits.items():
         for axis in mesh_axes:

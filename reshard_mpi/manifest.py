@@ -145,7 +145,10 @@ def sha256_name(digest: "hashlib._Hash") -> str:
 
 def fragments_digest(fragments: Sequence[dict[str, Any]]) -> str:
     """`expected_manifest_digest` of fragments as plain JSON objects."""
-    bare = [{key: value for key, value in fragment.items() if key not in ("payload_file", "payload_key")} for fragment in fragments]
+    bare = [
+        {key: value for key, value in fragment.items() if key not in ("payload_file", "payload_key")}
+        for fragment in fragments
+    ]
     text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
     return sha256_name(hashlib.sha256(text.encode()))
 
@@ -157,7 +160,10 @@ def strict_json(text: bytes, where: str) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise InputError(where, f"key {twice!r} is given twice in one object; expected each key once, so that no reader sees another value")
+            raise InputError(
+                where,
+                f"key {twice!r} is given twice in one object; expected each key once, so that no reader sees another value",
+            )
         return found
 
     def no_constant(name: str) -> None:
@@ -190,19 +196,26 @@ def parse_case(text: bytes, where: str = CASE_FILE) -> ParsedCase:
 
 def _check_schema(raw: dict[str, Any], where: str) -> None:
     if raw.get("schema_id") != SCHEMA_ID:
-        raise InputError(where, f"schema_id is {raw.get('schema_id')!r}, expected {SCHEMA_ID!r}; give the folder of a checkpoint case")
+        raise InputError(
+            where,
+            f"schema_id is {raw.get('schema_id')!r}, expected {SCHEMA_ID!r}; give the folder of a checkpoint case",
+        )
     version = raw.get("schema_version")
     parts = version.split(".") if isinstance(version, str) else []
     if len(parts) != 3 or not all(part.isdecimal() and part.isascii() for part in parts):
         raise InputError(where, f"schema_version is {version!r}, expected {SCHEMA_VERSION}")
     if int(parts[0][:9]) != 1:
-        raise InputError(where, f"schema_version is {version}, expected 1.x; use a version of reshard_mpi that reads it")
+        raise InputError(
+            where, f"schema_version is {version}, expected 1.x; use a version of reshard_mpi that reads it"
+        )
 
 
 def _unknown_keys(raw: dict[str, Any]) -> set[str]:
     unknown = raw.keys() - set(Case.__struct_fields__)
     unknown |= {f"topology.{key}" for key in raw["topology"].keys() - set(Topology.__struct_fields__)}
-    fragment_keys, padding_keys, replica_keys = (set(record.__struct_fields__) for record in (Fragment, Padding, Replica))
+    fragment_keys, padding_keys, replica_keys = (
+        set(record.__struct_fields__) for record in (Fragment, Padding, Replica)
+    )
     for fragment in raw["fragments"]:
         unknown |= {f"fragments[].{key}" for key in fragment.keys() - fragment_keys}
         unknown |= {f"fragments[].padding.{key}" for key in fragment["padding"].keys() - padding_keys}

@@ -98,7 +98,10 @@ def mesh_from_topology(topology: Mapping[str, int], where: str, error: type[Resh
     for name, size in topology.items():
         axis = canonical(name)
         if axis in sizes or axis == "rank" or not axis:
-            raise error(where, f"mesh axis {name!r} can't be used: it is given twice or reserved; use {', '.join(RANK_ORDER)} or another name")
+            raise error(
+                where,
+                f"mesh axis {name!r} can't be used: it is given twice or reserved; use {', '.join(RANK_ORDER)} or another name",
+            )
         if size < 1:
             raise error(where, f"mesh axis {name} has size {size}; expected 1 or more")
         sizes[axis] = size

@@ -1,9 +1,9 @@
 """Carry out the rounds of a plan: read round k + 1 and write round k - 1 while round k is exchanged.
 
-    thread       round 0   round 1   round 2   ...
-    reading      read 0    read 1    read 2
-    main (MPI)             move 0    move 1    move 2
-    writing                          write 0   write 1
+thread       round 0   round 1   round 2   ...
+reading      read 0    read 1    read 2
+main (MPI)             move 0    move 1    move 2
+writing                          write 0   write 1
 """
 
 import os
@@ -50,7 +50,11 @@ class Moved:
 
 def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
     """Collective: every round of the plan, written durably. The error of any rank is raised on all."""
-    with Files(names.source_folder) as source, Files(names.target_folder, os.O_RDWR) as target, _stop_requested() as stop:
+    with (
+        Files(names.source_folder) as source,
+        Files(names.target_folder, os.O_RDWR) as target,
+        _stop_requested() as stop,
+    ):
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
         writer = Writer(target, names.target_files, plan.target.arrays, plan.buffer_nbytes, hashing)
         exchanger = Exchanger(comm, plan.buffer_nbytes)
@@ -66,7 +70,15 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
 class _Pipeline:
     """Reads ahead and writes behind, each on a thread of its own."""
 
-    def __init__(self, plan: Plan, rank: int, reader: Reader, writer: Writer, reading: ThreadPoolExecutor, writing: ThreadPoolExecutor):
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        reader: Reader,
+        writer: Writer,
+        reading: ThreadPoolExecutor,
+        writing: ThreadPoolExecutor,
+    ):
         self._plan, self._rank, self._reader, self._writer = plan, rank, reader, writer
         self._reading, self._writing = reading, writing
         self._read: Future[tuple[RoundWork, Bytes]] | None = None
@@ -98,7 +110,9 @@ class _Pipeline:
             write.result()
 
 
-def _run(comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, stop: threading.Event, progress: Progress) -> None:
+def _run(
+    comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, stop: threading.Event, progress: Progress
+) -> None:
     for number in range(plan.nrounds):
         agreement = Agreement()
         with agreement.held():

@@ -17,14 +17,19 @@ def oracle_arrays(folder: Path, case: Case) -> dict[str, StoredArray]:
         return {}
     with Files(folder) as files:
         arrays = read_header(files.descriptor(case.oracle_file), str(folder / case.oracle_file))
-    return {oracle.logical_tensor_id: _array_of(oracle, arrays, str(folder / case.oracle_file)) for oracle in case.oracles}
+    return {
+        oracle.logical_tensor_id: _array_of(oracle, arrays, str(folder / case.oracle_file)) for oracle in case.oracles
+    }
 
 
 def _array_of(oracle: Oracle, arrays: dict[str, StoredArray], where: str) -> StoredArray:
     array = arrays.get(oracle.payload_key)
     if array is None or (array.dtype, array.shape) != (oracle.dtype, oracle.shape):
         found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
-        raise InputError(where, f"{oracle.payload_key!r} is {found}, {CASE_FILE} says {oracle.dtype} {list(oracle.shape)} for the oracle of {oracle.logical_tensor_id}")
+        raise InputError(
+            where,
+            f"{oracle.payload_key!r} is {found}, {CASE_FILE} says {oracle.dtype} {list(oracle.shape)} for the oracle of {oracle.logical_tensor_id}",
+        )
     return array
 
 
@@ -53,13 +58,18 @@ def oracle_file_faults(folder: Path, case: Case) -> list[ReshardError]:
         arrays = oracle_arrays(folder, case)
         with Files(folder) as files:
             digests = {
-                oracle.logical_tensor_id: whole_array(case.oracle_file or "", oracle.payload_key, arrays[oracle.logical_tensor_id]).digest(files)
+                oracle.logical_tensor_id: whole_array(
+                    case.oracle_file or "", oracle.payload_key, arrays[oracle.logical_tensor_id]
+                ).digest(files)
                 for oracle in case.oracles
             }
     except ReshardError as fault:
         return [fault]
     return [
-        IntegrityError(str(folder / (case.oracle_file or "")), f"array {oracle.payload_key!r} has digest {digests[oracle.logical_tensor_id]}, the oracle of {oracle.logical_tensor_id} is {oracle.sha256}")
+        IntegrityError(
+            str(folder / (case.oracle_file or "")),
+            f"array {oracle.payload_key!r} has digest {digests[oracle.logical_tensor_id]}, the oracle of {oracle.logical_tensor_id} is {oracle.sha256}",
+        )
         for oracle in case.oracles
         if digests[oracle.logical_tensor_id] != oracle.sha256
     ]

@@ -107,11 +107,19 @@ def round_nbytes_of(memory_nbytes: int) -> int:
     """Bytes that a rank may read, send, receive or write in a round; PlanningError when `memory_nbytes` is too little."""
     least = BUFFERS * LEAST_ROUND_NBYTES
     if memory_nbytes < least:
-        raise PlanningError("--memory", f"{memory_nbytes} bytes are too few for the buffers of a rank; give at least {least // 1024}K")
+        raise PlanningError(
+            "--memory", f"{memory_nbytes} bytes are too few for the buffers of a rank; give at least {least // 1024}K"
+        )
     return min(memory_nbytes // BUFFERS, MOST_ROUND_NBYTES)
 
 
-def make_plan(tensors: Sequence[PlannedTensor], source_arrays: ArrayTable, target_arrays: ArrayTable, nranks: int, round_nbytes: int) -> Plan:
+def make_plan(
+    tensors: Sequence[PlannedTensor],
+    source_arrays: ArrayTable,
+    target_arrays: ArrayTable,
+    nranks: int,
+    round_nbytes: int,
+) -> Plan:
     """The plan that moves every target box's bytes, `round_nbytes` a rank and round."""
     naxes = max((len(tensor.form.shape) for tensor in tensors), default=1)
     source = _side(tensors, naxes, source_arrays, target=False)
@@ -128,7 +136,8 @@ def make_plan(tensors: Sequence[PlannedTensor], source_arrays: ArrayTable, targe
 
 
 def _side(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, target: bool) -> Side:
-    start, stop, stride, offset, array, count = [], [], [], [], [], []
+    start, stop, stride, offset, count = [], [], [], [], []
+    array: list[int] = []
     for tensor in tensors:
         nsources = len(tensor.source_arrays)
         rows = slice(nsources, None) if target else slice(0, nsources)
@@ -146,7 +155,13 @@ def _side(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, targ
     boxes = Boxes(stacked(start), stacked(stop))
     stored = StoredBoxes(boxes, stacked(stride), np.concatenate(offset) if offset else np.empty(0, np.int64))
     held_by = np.array(array, np.int64)
-    return Side(stored, held_by, np.cumsum([0, *count]), _twins(boxes, np.repeat(np.arange(len(count)), count), arrays.rank[held_by]), arrays)
+    return Side(
+        stored,
+        held_by,
+        np.cumsum([0, *count]),
+        _twins(boxes, np.repeat(np.arange(len(count)), count), arrays.rank[held_by]),
+        arrays,
+    )
 
 
 def _with_leading_strides(naxes: int, boxes: Boxes, stride: Ints) -> Ints:
@@ -171,7 +186,9 @@ def _most_holders(target: Side) -> Ints:
     return most
 
 
-def _cut_slabs(tensors: Sequence[PlannedTensor], source: Side, target: Side, naxes: int, round_nbytes: int, holders: Ints) -> tuple[Boxes, Ints, Ints]:
+def _cut_slabs(
+    tensors: Sequence[PlannedTensor], source: Side, target: Side, naxes: int, round_nbytes: int, holders: Ints
+) -> tuple[Boxes, Ints, Ints]:
     """Slabs of all tensors, tensor by tensor and in order; the tensor and the sequence of each.
 
     A sequence is a run of slabs to be kept in order: rows that some source or target box holds together.
@@ -182,8 +199,14 @@ def _cut_slabs(tensors: Sequence[PlannedTensor], source: Side, target: Side, nax
         shape = (1,) * (naxes - len(tensor.form.shape)) + tensor.form.shape
         boxes = [side.stored.boxes.take(slice(side.first[index], side.first[index + 1])) for side in (source, target)]
         both = Boxes(np.concatenate([boxes[0].start, boxes[1].start]), np.concatenate([boxes[0].stop, boxes[1].stop]))
-        usable = max(round_nbytes // int(holders[index]) - SPARE_NBYTES * len(both.start), round_nbytes // (2 * int(holders[index])), 1)
-        axis, row_nbytes = _slab_axis(shape, boxes[0], source.stored.stride[source.first[index] : source.first[index + 1]], usable)
+        usable = max(
+            round_nbytes // int(holders[index]) - SPARE_NBYTES * len(both.start),
+            round_nbytes // (2 * int(holders[index])),
+            1,
+        )
+        axis, row_nbytes = _slab_axis(
+            shape, boxes[0], source.stored.stride[source.first[index] : source.first[index + 1]], usable
+        )
         bands = _bands(both, axis) if math.prod(shape[:axis]) == 1 else [0]
         cuts = _row_cuts(shape[axis], max(usable // row_nbytes, 1), np.unique(boxes[0].start[:, axis]).tolist())
         for prefix in np.ndindex(*shape[:axis]):
@@ -258,7 +281,9 @@ def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> tuple[Ints, Ints, Int
     return *np.divmod(pairs, nranks), nbytes
 
 
-def _deal_rounds(loads: Sequence[tuple[Ints, Ints, Ints]], sequence: Ints, nranks: int, round_nbytes: int) -> tuple[list[list[int]], int]:
+def _deal_rounds(
+    loads: Sequence[tuple[Ints, Ints, Ints]], sequence: Ints, nranks: int, round_nbytes: int
+) -> tuple[list[list[int]], int]:
     """The slabs of each round, and the most bytes of any rank in any. Slabs of one sequence stay in order; the least busy reader is served first."""
     nslabs = len(sequence)
     per_side = [_by_slab(nslabs, *load) for load in loads]
@@ -276,7 +301,9 @@ def _deal_rounds(loads: Sequence[tuple[Ints, Ints, Ints]], sequence: Ints, nrank
             _, reader = heapq.heappop(open_readers)
             slab, last = waiting[reader][0]
             parts = [side[slab] for side in per_side]
-            if members and any(np.any(load[ranks] + nbytes > round_nbytes) for load, (ranks, nbytes) in zip(busy, parts, strict=True)):
+            if members and any(
+                np.any(load[ranks] + nbytes > round_nbytes) for load, (ranks, nbytes) in zip(busy, parts, strict=True)
+            ):
                 continue  # nothing more of this reader in this round
             for load, (ranks, nbytes) in zip(busy, parts, strict=True):
                 load[ranks] += nbytes

@@ -16,7 +16,9 @@ from reshard_mpi.source import Source
 MOST_LINES = 40
 
 
-def refusals_of(source: Source, selection: Selection, nranks: int, memory_nbytes: int) -> tuple[Prepared | None, list[ReshardError]]:
+def refusals_of(
+    source: Source, selection: Selection, nranks: int, memory_nbytes: int
+) -> tuple[Prepared | None, list[ReshardError]]:
     """The prepared job, or every reason to refuse it."""
     faults = list(source.findings.faults)
     outgoing = None
@@ -66,14 +68,26 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
 
 
 def _shards(prepared: Prepared) -> list[dict[str, Any]]:
-    source_ranks = {f"{prepared.outgoing.case.case_id}#{fragment.fragment_id}": fragment.rank for f in prepared.source_fragments for fragment in f}
+    source_ranks = {
+        f"{prepared.outgoing.case.case_id}#{fragment.fragment_id}": fragment.rank
+        for f in prepared.source_fragments
+        for fragment in f
+    }
     comes_from: defaultdict[str, set[int]] = defaultdict(set)
     nfragments: defaultdict[str, int] = defaultdict(int)
     for fragment in prepared.outgoing.case.fragments:
         nfragments[fragment.payload_file] += 1
-        comes_from[fragment.payload_file] |= {source_ranks[ref] for ref in fragment.evidence_refs if ref in source_ranks}
+        comes_from[fragment.payload_file] |= {
+            source_ranks[ref] for ref in fragment.evidence_refs if ref in source_ranks
+        }
     return [
-        {"file": file.name, "nbytes": file.nbytes, "nfragments": nfragments[file.name], "source_shards": sorted(comes_from[file.name])} for file in prepared.target_files
+        {
+            "file": file.name,
+            "nbytes": file.nbytes,
+            "nfragments": nfragments[file.name],
+            "source_shards": sorted(comes_from[file.name]),
+        }
+        for file in prepared.target_files
     ]
 
 
@@ -92,7 +106,9 @@ def plan_text(facts: Mapping[str, Any]) -> str:
     ]
     lines += ["", f"{'target shard':<26}{'fragments':>10}{'bytes':>12}  from source shards"]
     for shard in facts["shards"][:MOST_LINES]:
-        lines.append(f"{shard['file']:<26}{shard['nfragments']:>10}{size_text(shard['nbytes']):>12}  {names(shard['source_shards'], most=8) or '-'}")
+        lines.append(
+            f"{shard['file']:<26}{shard['nfragments']:>10}{size_text(shard['nbytes']):>12}  {names(shard['source_shards'], most=8) or '-'}"
+        )
     left = max(len(facts["ranks"]), len(facts["shards"])) - MOST_LINES
     return "\n".join([*lines, *([f"... and {left} more (--json has all)"] if left > 0 else [])])
 

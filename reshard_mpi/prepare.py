@@ -67,9 +67,16 @@ def select_tensors(case: Case, selection: Selection) -> list[str]:
         return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
 
     fqns = {fragment.logical_tensor_id: fragment.fqn for fragment in case.fragments}
-    kept = [t for t, fqn in fqns.items() if (not selection.include or matches(fqn, selection.include)) and not matches(fqn, selection.exclude)]
+    kept = [
+        t
+        for t, fqn in fqns.items()
+        if (not selection.include or matches(fqn, selection.include)) and not matches(fqn, selection.exclude)
+    ]
     if not kept and (selection.include or selection.exclude):
-        raise UsageError("--include/--exclude", f"no tensor is left of {len(fqns)}: {names(sorted(set(fqns.values())))}; patterns are held against the fqn")
+        raise UsageError(
+            "--include/--exclude",
+            f"no tensor is left of {len(fqns)}: {names(sorted(set(fqns.values())))}; patterns are held against the fqn",
+        )
     return kept
 
 
@@ -89,9 +96,15 @@ def prepare(source: Source, outgoing: Outgoing, nranks: int, round_nbytes: int) 
     case = source.case
     files, spans = target_files(outgoing)
     kept = {fragment.logical_tensor_id for fragment in outgoing.case.fragments}
-    tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in kept and 0 not in fragments[0].global_shape}
+    tensors = {
+        tensor_id: fragments
+        for tensor_id, fragments in by_tensor(case.fragments).items()
+        if tensor_id in kept and 0 not in fragments[0].global_shape
+    }
     chosen = _choose_sources(source, tensors)
-    source_keys = sorted({(f.rank, _array_of(source, f).begin, f.payload_key) for fragments in chosen.values() for f in fragments})
+    source_keys = sorted(
+        {(f.rank, _array_of(source, f).begin, f.payload_key) for fragments in chosen.values() for f in fragments}
+    )
     source_index = {(rank, key): index for index, (rank, _, key) in enumerate(source_keys)}
     target_rows: defaultdict[str, list[int]] = defaultdict(list)
     for index, array in enumerate(outgoing.arrays):
@@ -104,9 +117,7 @@ def prepare(source: Source, outgoing: Outgoing, nranks: int, round_nbytes: int) 
     ]
     stored_in: dict[int, list[Fragment]] = defaultdict(list)
     for fragment in case.fragments:
-        index = source_index.get((fragment.rank, fragment.payload_key))
-        if index is not None:
-            stored_in[index].append(fragment)
+        stored_in[source_index.get((fragment.rank, fragment.payload_key), -1)].append(fragment)
     fragments_of = tuple(tuple(stored_in[index]) for index in range(len(source_keys)))
     source_table = _source_table(source, source_keys, fragments_of, case.world_size, nranks)
     plan = make_plan(planned, source_table, _target_table(outgoing, spans, nranks), nranks, round_nbytes)
@@ -133,7 +144,9 @@ def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[Store
     files, spans = [], []
     for rank in range(outgoing.nranks):
         head, stored = build_header(by_rank[rank], {"format": "pt"} | dict(outgoing.aliases.get(rank, {})))
-        files.append(TargetFile(f"rank-{rank:05d}.safetensors", head, len(head) + sum(array.nbytes for array in stored)))
+        files.append(
+            TargetFile(f"rank-{rank:05d}.safetensors", head, len(head) + sum(array.nbytes for array in stored))
+        )
         spans += stored
     return tuple(files), spans
 
@@ -141,10 +154,14 @@ def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[Store
 def _choose_sources(source: Source, tensors: dict[str, list[Fragment]]) -> dict[str, list[Fragment]]:
     """Of each box the fragment to be read: one member of each replica group, so that shards are read about equally."""
     groups = replica_groups([fragment for fragments in tensors.values() for fragment in fragments])
-    boxes = [(tensor_id, fragment) for tensor_id, fragments in tensors.items() for fragment in distinct_boxes(fragments)]
+    boxes = [
+        (tensor_id, fragment) for tensor_id, fragments in tensors.items() for fragment in distinct_boxes(fragments)
+    ]
     members = [groups[f.replica.group_id or ""] if f.replica.member_count > 1 else [f] for _, f in boxes]
     position = choose_members(
-        [_array_of(source, fragment).nbytes for _, fragment in boxes], [[member.rank for member in group] for group in members], source.case.world_size
+        [_array_of(source, fragment).nbytes for _, fragment in boxes],
+        [[member.rank for member in group] for group in members],
+        source.case.world_size,
     )
     chosen: defaultdict[str, list[Fragment]] = defaultdict(list)
     for (tensor_id, _), group, index in zip(boxes, members, position, strict=True):
@@ -152,7 +169,9 @@ def _choose_sources(source: Source, tensors: dict[str, list[Fragment]]) -> dict[
     return chosen
 
 
-def _planned(fragments: list[Fragment], source_arrays: list[int], outgoing: Outgoing, target_arrays: list[int]) -> PlannedTensor:
+def _planned(
+    fragments: list[Fragment], source_arrays: list[int], outgoing: Outgoing, target_arrays: list[int]
+) -> PlannedTensor:
     like = fragments[0]
     places = [Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in fragments]
     for index in target_arrays:
@@ -162,17 +181,40 @@ def _planned(fragments: list[Fragment], source_arrays: list[int], outgoing: Outg
     return PlannedTensor(form, tuple(source_arrays), tuple(target_arrays))
 
 
-def _source_table(source: Source, keys: Sequence[tuple[int, int, str]], fragments_of: Sequence[Sequence[Fragment]], nshards: int, nranks: int) -> ArrayTable:
+def _source_table(
+    source: Source,
+    keys: Sequence[tuple[int, int, str]],
+    fragments_of: Sequence[Sequence[Fragment]],
+    nshards: int,
+    nranks: int,
+) -> ArrayTable:
     file = np.array([rank for rank, _, _ in keys], np.int64)
     begin = np.array([begin for _, begin, _ in keys], np.int64)
     nbytes = np.array([_array_of(source, fragments[0]).nbytes for fragments in fragments_of], np.int64)
-    digests = [next((f.fragment_digest for f in fragments if f.fragment_digest is not None), None) for fragments in fragments_of]
+    digests = [
+        next((f.fragment_digest for f in fragments if f.fragment_digest is not None), None)
+        for fragments in fragments_of
+    ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
-    return ArrayTable(file, begin, nbytes, assign_readers(file, nbytes, nshards, nranks), rows, np.array([d is not None for d in digests], np.int64))
+    return ArrayTable(
+        file,
+        begin,
+        nbytes,
+        assign_readers(file, nbytes, nshards, nranks),
+        rows,
+        np.array([d is not None for d in digests], np.int64),
+    )
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray], nranks: int) -> ArrayTable:
     file = np.array([array.rank for array in outgoing.arrays], np.int64)
     begin, nbytes = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("begin", "nbytes"))
     none = np.zeros(len(spans), np.int64)
-    return ArrayTable(file, begin, nbytes, assign_writers(file, nbytes, outgoing.nranks, nranks), np.zeros((len(spans), 4), np.int64), none)
+    return ArrayTable(
+        file,
+        begin,
+        nbytes,
+        assign_writers(file, nbytes, outgoing.nranks, nranks),
+        np.zeros((len(spans), 4), np.int64),
+        none,
+    )

@@ -25,7 +25,11 @@ def size_text(nbytes: float) -> str:
 
 def topology_text(topology: Mapping[str, int]) -> str:
     """`pp=2,tp=2`, or `single`."""
-    return "single" if dict(topology) == {"world_size": 1} else ",".join(f"{axis}={size}" for axis, size in topology.items())
+    return (
+        "single"
+        if dict(topology) == {"world_size": 1}
+        else ",".join(f"{axis}={size}" for axis, size in topology.items())
+    )
 
 
 def warn(messages: Sequence[str]) -> None:
@@ -52,7 +56,15 @@ class Progress:
         if style == "bar":
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total_nbytes, unit="B", unit_scale=True, unit_divisor=1024, desc="reshard", leave=False, file=sys.stderr)
+            self._bar = tqdm(
+                total=total_nbytes,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                desc="reshard",
+                leave=False,
+                file=sys.stderr,
+            )
 
     def advance(self, nbytes: int) -> None:
         self._done += nbytes
@@ -60,7 +72,9 @@ class Progress:
             self._bar.update(nbytes)
         elif self._plain and time.monotonic() - self._told >= self.SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
-            sys.stderr.write(f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} ({100 * self._done // max(self._total, 1)} %)\n")
+            sys.stderr.write(
+                f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} ({100 * self._done // max(self._total, 1)} %)\n"
+            )
             sys.stderr.flush()
 
     def close(self) -> None:
@@ -81,9 +95,18 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
     moved = [rank["read_nbytes"] + rank["written_nbytes"] for rank in ranks]
     mean = sum(moved) / len(moved)
     phases = {}
-    for phase, nbytes in (("read", "read_nbytes"), ("hash", "hashed_nbytes"), ("exchange", "sent_nbytes"), ("write", "written_nbytes")):
+    for phase, nbytes in (
+        ("read", "read_nbytes"),
+        ("hash", "hashed_nbytes"),
+        ("exchange", "sent_nbytes"),
+        ("write", "written_nbytes"),
+    ):
         seconds = max(rank[f"{phase}_seconds"] for rank in ranks)
-        phases[phase] = {"nbytes": total(nbytes), "seconds": round(seconds, 4), "gb_per_second": round(total(nbytes) / seconds / 1e9, 3) if seconds else None}
+        phases[phase] = {
+            "nbytes": total(nbytes),
+            "seconds": round(seconds, 4),
+            "gb_per_second": round(total(nbytes) / seconds / 1e9, 3) if seconds else None,
+        }
     return {
         **facts,
         "nranks": len(ranks),
@@ -103,7 +126,9 @@ def summary_text(report: Mapping[str, Any]) -> str:
         f"  {report['ntensors']} tensors, {report['nfragments']} fragments in {report['nshards']} shards, {report['nranks']} ranks, {report['nrounds']} rounds",
     ]
     for phase, data in phases.items():
-        lines.append(f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate_text(data['nbytes'], data['seconds']):>12}")
+        lines.append(
+            f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate_text(data['nbytes'], data['seconds']):>12}"
+        )
     lines.append(
         f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory {size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all"
     )

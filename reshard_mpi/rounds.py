@@ -66,8 +66,8 @@ class _Parts:
     slab: Ints
     boxes: Boxes
 
-    def take(self, index: object) -> "_Parts":
-        return _Parts(self.row[index], self.slab[index], self.boxes.take(index))  # type: ignore[index]
+    def take(self, index: Ints) -> "_Parts":
+        return _Parts(self.row[index], self.slab[index], self.boxes.take(index))
 
 
 def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
@@ -85,7 +85,9 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
     receives = np.flatnonzero(come_from != rank)
     # Both ends sort a message alike: by slab, then source row, then target row.
     sends = _message_order(away, to, reads.slab[tiles_read.index], reads.row[tiles_read.index], once.row[target_of])
-    receives = _message_order(receives, come_from, lands.slab[tiles_landed.index], sources.row[source_of], lands.row[tiles_landed.index])
+    receives = _message_order(
+        receives, come_from, lands.slab[tiles_landed.index], sources.row[source_of], lands.row[tiles_landed.index]
+    )
     place_read = _Placed(plan.source.stored, reads, read_position)
     place_land = _Placed(plan.target.stored, lands, land_position)
     land_index = _index_of(lands.row, once.row[target_of[here]], lands.slab, reads.slab[tiles_read.index[here]])
@@ -189,4 +191,6 @@ def _with_twins(side: Side, targets: _Parts, rank: int, lands: _Parts, landing: 
     array = side.array[mine.row]
     order = np.lexsort((first, side.arrays.file[array]))
     array = array[order]
-    return Spans(array, side.arrays.file[array], first[order], (last - first)[order], position[order], landing.buffer_nbytes)
+    return Spans(
+        array, side.arrays.file[array], first[order], (last - first)[order], position[order], landing.buffer_nbytes
+    )

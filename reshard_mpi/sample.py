@@ -27,7 +27,10 @@ from reshard_mpi.target import Outgoing, outgoing_case
 
 ROWS_NBYTES = 16 << 20  # of a tensor that are made at once
 # What tensor parallelism does, by the last part of a module's name (as Megatron-LM cuts a Llama).
-TP_RULES = {name: 0 for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")} | {"o_proj": 1, "down_proj": 1}
+TP_RULES = {name: 0 for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")} | {
+    "o_proj": 1,
+    "down_proj": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,11 @@ def write_sample(out: Path, nbytes: int, target: Mesh, dtype: str, seed: int, ov
     case = msgspec.structs.replace(
         outgoing.case,
         fragments=tuple(
-            msgspec.structs.replace(fragment, fragment_digest=digest_name(digests[array].digest()), evidence_refs=(f"synthetic:seed={seed}",))
+            msgspec.structs.replace(
+                fragment,
+                fragment_digest=digest_name(digests[array].digest()),
+                evidence_refs=(f"synthetic:seed={seed}",),
+            )
             for fragment, array in zip(outgoing.case.fragments, outgoing.array_of, strict=True)
         ),
     )
@@ -112,7 +119,15 @@ def _outgoing(model: Llama, target: Mesh, dtype: str, seed: int) -> Outgoing:
     """The case to write: as if the whole model, on one rank, were resharded."""
     fragments = tuple(_whole(fqn, shape, dtype) for fqn, shape in model.tensors())
     topology = Topology({"world_size": 1}, {"world_size": 1})
-    case = Case(f"sample-llama-{model.hidden}x{model.layers}-seed{seed}", ("full_model",), ("synthetic",), topology, 1, fragments, None)
+    case = Case(
+        f"sample-llama-{model.hidden}x{model.layers}-seed{seed}",
+        ("full_model",),
+        ("synthetic",),
+        topology,
+        1,
+        fragments,
+        None,
+    )
     rules: Layout = {fqn: {"tp": TP_RULES.get(fqn.split(".")[-2], "replicate")} for fqn, _ in model.tensors()}
     layout, faults = target_layout(case, target, rules)
     told = first_to_tell(faults)
@@ -146,7 +161,9 @@ def _whole(fqn: str, shape: tuple[int, ...], dtype: str) -> Fragment:
     )
 
 
-def _values(fqn: str, shape: tuple[int, ...], dtype: str, seed: int) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+def _values(
+    fqn: str, shape: tuple[int, ...], dtype: str, seed: int
+) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
     """(first row, rows) of the tensor, as unsigned integers of the width of its elements."""
     nbits = DTYPES[dtype].nbits
     random = np.random.default_rng([seed, zlib.crc32(fqn.encode())])

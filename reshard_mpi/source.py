@@ -67,7 +67,9 @@ def open_source(folder: Path) -> Source:
     source = Source(folder, parsed, findings, warnings=list(parsed.warnings))
     missing = sum(fragment.fragment_digest is None for fragment in parsed.case.fragments)
     if missing:
-        source.warnings.append(f"{folder / CASE_FILE}: {missing} of {len(parsed.case.fragments)} fragments have no digest: their bytes can't be checked")
+        source.warnings.append(
+            f"{folder / CASE_FILE}: {missing} of {len(parsed.case.fragments)} fragments have no digest: their bytes can't be checked"
+        )
     return source
 
 
@@ -92,9 +94,13 @@ def attach_headers(source: Source, headers: Headers) -> None:
     source.headers = headers
     source.findings.faults += _header_faults(source)
     named = {(fragment.payload_file, fragment.payload_key) for fragment in source.case.fragments}
-    unnamed = [f"{file}:{key}" for file, arrays in sorted(headers.items()) for key in arrays if (file, key) not in named]
+    unnamed = [
+        f"{file}:{key}" for file, arrays in sorted(headers.items()) for key in arrays if (file, key) not in named
+    ]
     if unnamed:
-        source.warnings.append(f"{source.folder}: {len(unnamed)} arrays that no fragment names are left out: {names(unnamed)}")
+        source.warnings.append(
+            f"{source.folder}: {len(unnamed)} arrays that no fragment names are left out: {names(unnamed)}"
+        )
 
 
 def _header_faults(source: Source) -> Iterator[ReshardError]:
@@ -105,7 +111,10 @@ def _header_faults(source: Source) -> Iterator[ReshardError]:
         where = f"{source.folder / fragment.payload_file}"
         array = arrays.get(fragment.payload_key)
         if array is None:
-            yield InputError(where, f"holds no array {fragment.payload_key!r}, which fragment {fragment.fragment_id} names; expected one of {names(arrays) or 'none'}")
+            yield InputError(
+                where,
+                f"holds no array {fragment.payload_key!r}, which fragment {fragment.fragment_id} names; expected one of {names(arrays) or 'none'}",
+            )
         elif (array.dtype, array.shape) != (fragment.dtype, fragment.local_shape):
             yield InputError(
                 where,
@@ -113,7 +122,10 @@ def _header_faults(source: Source) -> Iterator[ReshardError]:
                 "shard and manifest must be of one save",
             )
         elif not array.nbytes and fragment.fragment_digest not in (None, DIGEST_OF_NOTHING):
-            yield IntegrityError(where, f"array {fragment.payload_key!r} is empty, but {name_of(fragment)} has the digest of something else")
+            yield IntegrityError(
+                where,
+                f"array {fragment.payload_key!r} is empty, but {name_of(fragment)} has the digest of something else",
+            )
 
 
 def load_alone(folder: Path) -> Source:

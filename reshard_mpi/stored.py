@@ -112,15 +112,23 @@ class _Column:
         return bool(np.all(self.start == 0) and np.all(self.stop == self.size) and np.all(self.local == self.size))
 
     def scaled(self, factor: int) -> "_Column":
-        return _Column(self.size * factor, self.start * factor, self.stop * factor, self.before * factor, self.local * factor)
+        return _Column(
+            self.size * factor, self.start * factor, self.stop * factor, self.before * factor, self.local * factor
+        )
 
     def in_bytes(self, nbits: int, where: str) -> "_Column":
         if nbits % 8 == 0:
             return self.scaled(nbits // 8)
         numbers = np.concatenate([self.start, self.stop, self.before, self.local, [self.size]])
         if np.any(numbers * nbits % 8):
-            raise InputError(where, f"a part begins or ends within a byte: its elements have {nbits} bits; cut it at multiples of {8 // math.gcd(8, nbits)} elements")
-        return _Column(self.size * nbits // 8, *(numbers * nbits // 8 for numbers in (self.start, self.stop, self.before, self.local)))
+            raise InputError(
+                where,
+                f"a part begins or ends within a byte: its elements have {nbits} bits; cut it at multiples of {8 // math.gcd(8, nbits)} elements",
+            )
+        return _Column(
+            self.size * nbits // 8,
+            *(numbers * nbits // 8 for numbers in (self.start, self.stop, self.before, self.local)),
+        )
 
 
 def _column(size: int, places: Sequence[Place], axis: int) -> _Column:

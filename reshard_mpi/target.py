@@ -71,7 +71,10 @@ def payload_keys(case: Case) -> dict[str, str]:
     holder: dict[str, str] = {}
     for tensor_id, key in keys.items():
         if key == "__metadata__" or holder.setdefault(key, tensor_id) != tensor_id:
-            raise InputError(CASE_FILE, f"tensor {tensor_id} would be stored as {key!r}, which is reserved or taken by {holder.get(key)}; rename one of them")
+            raise InputError(
+                CASE_FILE,
+                f"tensor {tensor_id} would be stored as {key!r}, which is reserved or taken by {holder.get(key)}; rename one of them",
+            )
     return keys
 
 
@@ -79,10 +82,13 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
     """The case that holds the `included` tensors of `case` in the `target` topology."""
     keys = payload_keys(case)
     stacks = Stacks(fragment.fqn for fragment in case.fragments)
-    tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in included}
+    tensors = {
+        tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in included
+    }
     stored_as = _shared_tensors(tensors)
     held: dict[str, list[tuple[int, Box]]] = {
-        tensor_id: target_boxes(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout[tensor_id], target, stacks) for tensor_id, f in tensors.items()
+        tensor_id: target_boxes(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout[tensor_id], target, stacks)
+        for tensor_id, f in tensors.items()
     }
     on_rank = {(rank, tensor_id): box for tensor_id, boxes in held.items() for rank, box in boxes}
     evidence = _evidence(case.case_id, tensors, held)
@@ -102,10 +108,17 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
                 aliases[rank][keys[tensor_id]] = keys[keeper]
                 sharing |= {(rank, tensor_id), (rank, keeper)}
             array_of_fragment.append((rank, keeper))
-            fragments.append(_fragment(tensors[tensor_id][0], rank, box, holders[box], axes, keys[keeper], target, evidence[tensor_id, box]))
+            fragments.append(
+                _fragment(
+                    tensors[tensor_id][0], rank, box, holders[box], axes, keys[keeper], target, evidence[tensor_id, box]
+                )
+            )
     arrays = _arrays(tensors, on_rank, set(array_of_fragment), keys)
     position = {(array.rank, array.tensor_id): index for index, array in enumerate(arrays)}
-    order = sorted(range(len(fragments)), key=lambda i: (fragments[i].rank, fragments[i].logical_tensor_id, fragments[i].element_offset))
+    order = sorted(
+        range(len(fragments)),
+        key=lambda i: (fragments[i].rank, fragments[i].logical_tensor_id, fragments[i].element_offset),
+    )
     for i in order:
         rank, keeper = array_of_fragment[i]
         if (rank, fragments[i].logical_tensor_id) in sharing:
@@ -122,12 +135,23 @@ def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:
         fragments = [fragment for fragment in tensors[tensor_id] if fragment.has_elements]
         if not fragments or any(fragment.shared_storage_id is None for fragment in fragments):
             continue
-        places = frozenset((f.payload_file, f.payload_key, f.box, f.padding.before, f.dtype, f.global_shape) for f in fragments)
+        places = frozenset(
+            (f.payload_file, f.payload_key, f.box, f.padding.before, f.dtype, f.global_shape) for f in fragments
+        )
         same[tensor_id] = first.setdefault(places, tensor_id)
     return same
 
 
-def _fragment(like: Fragment, rank: int, box: Box, holders: Sequence[int], axes: tuple[int, ...], key: str, target: Mesh, evidence: tuple[str, ...]) -> Fragment:
+def _fragment(
+    like: Fragment,
+    rank: int,
+    box: Box,
+    holders: Sequence[int],
+    axes: tuple[int, ...],
+    key: str,
+    target: Mesh,
+    evidence: tuple[str, ...],
+) -> Fragment:
     offset, extent = box
     none = (0,) * len(extent)
     file = f"rank-{rank:05d}.safetensors"
@@ -147,7 +171,9 @@ def _fragment(like: Fragment, rank: int, box: Box, holders: Sequence[int], axes:
         payload_file=file,
         payload_key=key,
         topology_coordinates=tuple(sorted({**target.coordinates(rank), "rank": rank}.items())),
-        replica=Replica(f"{like.logical_tensor_id}@{','.join(map(str, offset))}", len(holders), holders.index(rank)) if replicated else Replica(None, 1, 0),
+        replica=Replica(f"{like.logical_tensor_id}@{','.join(map(str, offset))}", len(holders), holders.index(rank))
+        if replicated
+        else Replica(None, 1, 0),
         partition_axes=axes,
         shard_file_id=file,
         shard_digest_ref=f"source-digest:{file}",
@@ -157,16 +183,28 @@ def _fragment(like: Fragment, rank: int, box: Box, holders: Sequence[int], axes:
 
 
 def _arrays(
-    tensors: Mapping[str, list[Fragment]], on_rank: Mapping[tuple[int, str], Box], kept: Collection[tuple[int, str]], keys: Mapping[str, str]
+    tensors: Mapping[str, list[Fragment]],
+    on_rank: Mapping[tuple[int, str], Box],
+    kept: Collection[tuple[int, str]],
+    keys: Mapping[str, str],
 ) -> list[TargetArray]:
     """In the order of storage: by rank, then item size, largest first, so that every array is aligned, then key."""
-    arrays = [TargetArray(rank, keys[tensor_id], tensor_id, tensors[tensor_id][0].dtype, on_rank[rank, tensor_id]) for rank, tensor_id in kept]
+    arrays = [
+        TargetArray(rank, keys[tensor_id], tensor_id, tensors[tensor_id][0].dtype, on_rank[rank, tensor_id])
+        for rank, tensor_id in kept
+    ]
     for array in arrays:
-        nbytes_of(int(np.prod(array.shape, dtype=object)), DTYPES[array.dtype], f"tensor {array.tensor_id} on target rank {array.rank}")
+        nbytes_of(
+            int(np.prod(array.shape, dtype=object)),
+            DTYPES[array.dtype],
+            f"tensor {array.tensor_id} on target rank {array.rank}",
+        )
     return sorted(arrays, key=lambda array: (array.rank, -DTYPES[array.dtype].nbits, array.key))
 
 
-def _evidence(case_id: str, tensors: Mapping[str, list[Fragment]], held: Mapping[str, list[tuple[int, Box]]]) -> dict[tuple[str, Box], tuple[str, ...]]:
+def _evidence(
+    case_id: str, tensors: Mapping[str, list[Fragment]], held: Mapping[str, list[tuple[int, Box]]]
+) -> dict[tuple[str, Box], tuple[str, ...]]:
     """For each target box the references to the source fragments that it is made of."""
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
     for tensor_id, fragments in tensors.items():
@@ -195,7 +233,11 @@ def _case(case: Case, layout: Layout, target: Mesh, tensors: Collection[str], fr
         case_id=case.case_id,
         components=case.components,
         features=case.features,
-        topology=Topology(target.topology(), case.topology.source, {tensor_id: dict(sorted(layout[tensor_id].items())) for tensor_id in tensors}),
+        topology=Topology(
+            target.topology(),
+            case.topology.source,
+            {tensor_id: dict(sorted(layout[tensor_id].items())) for tensor_id in tensors},
+        ),
         world_size=target.size,
         fragments=fragments,
         expected_manifest_digest=None,

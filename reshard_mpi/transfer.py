@@ -45,7 +45,15 @@ class _Buffers:
 class Reader:
     """Reads the spans of rounds from the source, and holds every array that it has read whole against its digest."""
 
-    def __init__(self, files: Files, names: Sequence[str], keys: Sequence[str], arrays: ArrayTable, buffer_nbytes: int, hashing: bool):
+    def __init__(
+        self,
+        files: Files,
+        names: Sequence[str],
+        keys: Sequence[str],
+        arrays: ArrayTable,
+        buffer_nbytes: int,
+        hashing: bool,
+    ):
         self._files, self._names, self._keys, self._arrays = files, names, keys, arrays
         self._buffers = _Buffers(buffer_nbytes)
         self._hashing = hashing
@@ -59,7 +67,11 @@ class Reader:
         for first, last in _runs(spans):
             nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
             position = int(spans.position[first])
-            self._files.read(self._names[spans.file[first]], int(spans.offset[first]), memoryview(buffer)[position : position + nbytes])
+            self._files.read(
+                self._names[spans.file[first]],
+                int(spans.offset[first]),
+                buffer.data[position : position + nbytes],
+            )
             self.work.nbytes += nbytes
         self.work.seconds += time.perf_counter() - started
         if self._hashing:
@@ -68,7 +80,9 @@ class Reader:
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
         started = time.perf_counter()
-        for array, offset, nbytes, position in zip(*(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True):
+        for array, offset, nbytes, position in zip(
+            *(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True
+        ):
             if not self._arrays.has_digest[array]:
                 continue
             running = self._digests.get(array)
@@ -76,7 +90,7 @@ class Reader:
                 running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
             within = offset - int(self._arrays.begin[array])
             self._catch_up(array, running, within)
-            running.feed(within, memoryview(buffer)[position : position + nbytes])
+            running.feed(within, buffer.data[position : position + nbytes])
             self.work.hashed_nbytes += nbytes
             if running.is_complete:
                 self._compare(array, running)
@@ -127,7 +141,11 @@ class Writer:
         for first, last in _runs(spans):
             nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
             position = int(spans.position[first])
-            self._files.write(self._names[spans.file[first]], int(spans.offset[first]), memoryview(buffer)[position : position + nbytes])
+            self._files.write(
+                self._names[spans.file[first]],
+                int(spans.offset[first]),
+                buffer.data[position : position + nbytes],
+            )
             self.work.nbytes += nbytes
         self._written.update(np.unique(spans.file).tolist())
         self.work.seconds += time.perf_counter() - started
@@ -136,11 +154,13 @@ class Writer:
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
         started = time.perf_counter()
-        for array, offset, nbytes, position in zip(*(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True):
+        for array, offset, nbytes, position in zip(
+            *(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True
+        ):
             running = self._digests.get(array)
             if running is None:
                 running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
-            running.feed(offset - int(self._arrays.begin[array]), memoryview(buffer)[position : position + nbytes])
+            running.feed(offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes])
             self.work.hashed_nbytes += nbytes
         self.work.hash_seconds += time.perf_counter() - started
 
@@ -152,7 +172,9 @@ class Writer:
 
     def _digest(self, array: int, running: RunningDigest) -> bytes:
         name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
-        self.work.again_nbytes += running.catch_up(running.nbytes, lambda within, into: self._files.read(name, begin + within, into))
+        self.work.again_nbytes += running.catch_up(
+            running.nbytes, lambda within, into: self._files.read(name, begin + within, into)
+        )
         return running.digest()
 
 

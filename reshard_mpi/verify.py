@@ -30,11 +30,17 @@ class Verdict:
 def verify(comm: MPI.Comm, folder: Path, progress: str) -> Verdict | None:
     """Collective: the verdict on the case in `folder`, on rank 0."""
     source = load_together(comm, folder, despite_faults=True)
-    verdict = Verdict(len(source.case.fragments), warnings=source.warnings, faults=source.findings.faults) if source else Verdict()
+    verdict = (
+        Verdict(len(source.case.fragments), warnings=source.warnings, faults=source.findings.faults)
+        if source
+        else Verdict()
+    )
     _verify_arrays(comm, folder, source, verdict, progress)
     is_whole = comm.bcast(not any(fault.exit_code in (3, 5) for fault in verdict.faults))
     if is_whole:  # else there is no telling what a whole tensor is
-        verdict.faults += check_equal(comm, folder, equal_groups(source, by_tensor(source.case.fragments)) if source else None)
+        verdict.faults += check_equal(
+            comm, folder, equal_groups(source, by_tensor(source.case.fragments)) if source else None
+        )
         _verify_oracles(comm, folder, source, verdict)
     return on_root(comm, lambda: verdict)
 
@@ -45,13 +51,16 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
         array = source.headers.get(fragment.payload_file, {}).get(fragment.payload_key) if source else None
         if array is not None and fragment.fragment_digest is not None:
             stored.setdefault(whole_array(fragment.payload_file, fragment.payload_key, array), []).append(fragment)
-    for (array, fragments), found in zip(stored.items(), digests_of(comm, folder, list(stored), progress), strict=True):
+    for (whole, fragments), found in zip(stored.items(), digests_of(comm, folder, list(stored), progress), strict=True):
         verdict.ndigests += len(fragments)
         if isinstance(found, ReshardError):
             verdict.faults.append(found)
             continue
         verdict.faults += [
-            IntegrityError(str(folder / f.payload_file), f"array {f.payload_key!r} of fragment {f.fragment_id} has digest {found}, case.json says {f.fragment_digest}")
+            IntegrityError(
+                str(folder / f.payload_file),
+                f"array {f.payload_key!r} of fragment {f.fragment_id} has digest {found}, case.json says {f.fragment_digest}",
+            )
             for f in fragments
             if f.fragment_digest != found
         ]
@@ -61,13 +70,23 @@ def _verify_oracles(comm: MPI.Comm, folder: Path, source: Source | None, verdict
     tensors: dict[str, WholeTensor] = {}
     if source:
         fragments = by_tensor(source.case.fragments)
-        tensors = {oracle.logical_tensor_id: whole_tensor(fragments[oracle.logical_tensor_id], source.headers) for oracle in source.case.oracles}
+        tensors = {
+            oracle.logical_tensor_id: whole_tensor(fragments[oracle.logical_tensor_id], source.headers)
+            for oracle in source.case.oracles
+        }
         verdict.faults += oracle_file_faults(folder, source.case) if source.case.oracles else []
         verdict.noracles = len(tensors)
-        verdict.nunverifiable = sum(f.fragment_digest is None and f.logical_tensor_id not in tensors for f in source.case.fragments)
+        verdict.nunverifiable = sum(
+            f.fragment_digest is None and f.logical_tensor_id not in tensors for f in source.case.fragments
+        )
     found = digests_of(comm, folder, list(tensors.values()))
     for oracle, digest in zip(source.case.oracles if source else (), found, strict=True):
         if isinstance(digest, ReshardError):
             verdict.faults.append(digest)
         elif digest != oracle.sha256:
-            verdict.faults.append(IntegrityError(str(folder), f"tensor {oracle.logical_tensor_id} has digest {digest}, its oracle says {oracle.sha256}"))
+            verdict.faults.append(
+                IntegrityError(
+                    str(folder),
+                    f"tensor {oracle.logical_tensor_id} has digest {digest}, its oracle says {oracle.sha256}",
+                )
+            )

@@ -67,29 +67,39 @@ class WholeTensor:
         rows = np.flatnonzero(parts.nonempty)
         parts = parts.take(rows)
         firsts, lasts = self._stored.spans(rows, parts)
-        for row, low, high, first, last in zip(rows.tolist(), parts.start, parts.stop, firsts.tolist(), lasts.tolist(), strict=True):
+        for row, low, high, first, last in zip(
+            rows.tolist(), parts.start, parts.stop, firsts.tolist(), lasts.tolist(), strict=True
+        ):
             if last - first > MOST_SPAN_NBYTES:
                 self._read_halves(files, low, high, start, into)
                 continue
             span = np.empty(last - first, np.uint8)
-            files.read(self.files[row], first, memoryview(span))
-            where = tuple(slice(a - base, b - base) for a, b, base in zip(low.tolist(), high.tolist(), start, strict=True))
-            into[where] = np.ndarray(tuple((high - low).tolist()), np.uint8, span, 0, tuple(self._stored.stride[row].tolist()))
+            files.read(self.files[row], first, span.data)
+            where = tuple(
+                slice(a - base, b - base) for a, b, base in zip(low.tolist(), high.tolist(), start, strict=True)
+            )
+            into[where] = np.ndarray(
+                tuple((high - low).tolist()), np.uint8, span, 0, tuple(self._stored.stride[row].tolist())
+            )
 
-    def _read_halves(self, files: Files, low: NDArray[np.int64], high: NDArray[np.int64], start: tuple[int, ...], into: Bytes) -> None:
+    def _read_halves(
+        self, files: Files, low: NDArray[np.int64], high: NDArray[np.int64], start: tuple[int, ...], into: Bytes
+    ) -> None:
         axis = int(np.argmax(high - low > 1))
         middle = int(low[axis] + high[axis]) // 2
         for a, b in ((int(low[axis]), middle), (middle, int(high[axis]))):
             first, last = low.copy(), high.copy()
             first[axis], last[axis] = a, b
-            where = tuple(slice(x - base, y - base) for x, y, base in zip(first.tolist(), last.tolist(), start, strict=True))
+            where = tuple(
+                slice(x - base, y - base) for x, y, base in zip(first.tolist(), last.tolist(), start, strict=True)
+            )
             self._read_slab(files, tuple(first.tolist()), tuple(last.tolist()), into[where])
 
     def digest(self, files: Files) -> str:
         """The SHA-256 of the tensor's bytes."""
         running = hashlib.sha256()
         for first in range(0, self.nbytes, PART_NBYTES):
-            running.update(self.read(files, first, min(first + PART_NBYTES, self.nbytes)))
+            running.update(self.read(files, first, min(first + PART_NBYTES, self.nbytes)).data)
         return digest_name(running.digest())
 
 
@@ -101,7 +111,9 @@ def whole_tensor(fragments: Sequence[Fragment], arrays: Arrays) -> WholeTensor:
     like, boxes = fragments[0], distinct_boxes(fragments)
     places = tuple(Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in boxes)
     begins = tuple(arrays[f.payload_file][f.payload_key].begin for f in boxes)
-    return WholeTensor(like.logical_tensor_id, like.global_shape, like.dtype, places, tuple(f.payload_file for f in boxes), begins)
+    return WholeTensor(
+        like.logical_tensor_id, like.global_shape, like.dtype, places, tuple(f.payload_file for f in boxes), begins
+    )
 
 
 def whole_box(fragment: Fragment, arrays: Arrays) -> WholeTensor:
@@ -109,7 +121,9 @@ def whole_box(fragment: Fragment, arrays: Arrays) -> WholeTensor:
     origin = (0,) * len(fragment.element_extent)
     place = Place(origin, fragment.element_extent, fragment.padding.before, fragment.local_shape)
     begin = arrays[fragment.payload_file][fragment.payload_key].begin
-    return WholeTensor(fragment.fragment_id, fragment.element_extent, fragment.dtype, (place,), (fragment.payload_file,), (begin,))
+    return WholeTensor(
+        fragment.fragment_id, fragment.element_extent, fragment.dtype, (place,), (fragment.payload_file,), (begin,)
+    )
 
 
 def whole_array(file: str, key: str, array: StoredArray) -> WholeTensor:

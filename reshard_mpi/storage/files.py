@@ -46,7 +46,10 @@ class Files:
             except OSError as error:
                 raise storage_error(self.folder / name, error, "read") from error
             if not count:
-                raise StorageError(str(self.folder / name), f"ends at byte {offset + done}, expected {len(into) - done} more; it changed while it was read")
+                raise StorageError(
+                    str(self.folder / name),
+                    f"ends at byte {offset + done}, expected {len(into) - done} more; it changed while it was read",
+                )
             done += count
 
     def write(self, name: str, offset: int, data: memoryview) -> None:

@@ -46,7 +46,10 @@ def read_header(fd: int, where: str) -> dict[str, StoredArray]:
         raise InputError(where, f"{size} bytes are too few for a safetensors file; the file is truncated: copy it anew")
     length = struct.unpack("<Q", start)[0]
     if length > min(LARGEST_HEADER, size - 8):
-        raise InputError(where, f"the header is said to have {length} bytes, the file has {size}; it is truncated or no safetensors file")
+        raise InputError(
+            where,
+            f"the header is said to have {length} bytes, the file has {size}; it is truncated or no safetensors file",
+        )
     text = os.pread(fd, length, 8)
     if len(text) < length:
         raise StorageError(where, f"{len(text)} of {length} header bytes could be read; check the file system")
@@ -63,11 +66,17 @@ def parse_header(text: bytes, data_start: int, file_nbytes: int, where: str) -> 
     position = data_start
     for key, array in sorted(arrays.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if array.begin != position:
-            raise InputError(where, f"array {key!r} begins at byte {array.begin - data_start} of the data, expected {position - data_start}: arrays overlap or leave a gap")
+            raise InputError(
+                where,
+                f"array {key!r} begins at byte {array.begin - data_start} of the data, expected {position - data_start}: arrays overlap or leave a gap",
+            )
         position += array.nbytes
     if position != file_nbytes:
         missing = position - file_nbytes
-        raise InputError(where, f"the file is {abs(missing)} bytes {'short of' if missing > 0 else 'longer than'} what its header says; copy it anew")
+        raise InputError(
+            where,
+            f"the file is {abs(missing)} bytes {'short of' if missing > 0 else 'longer than'} what its header says; copy it anew",
+        )
     return arrays
 
 
@@ -87,22 +96,36 @@ def _array(key: str, raw: Any, data_start: int, where: str) -> StoredArray:
     begin, end = entry.data_offsets
     nbytes = nbytes_of(math.prod(entry.shape), dtype, f"{where}: array {key!r}")
     if end - begin != nbytes:
-        raise InputError(where, f"array {key!r} of {entry.dtype} {list(entry.shape)} needs {nbytes} bytes, data_offsets give {end - begin}")
+        raise InputError(
+            where,
+            f"array {key!r} of {entry.dtype} {list(entry.shape)} needs {nbytes} bytes, data_offsets give {end - begin}",
+        )
     return StoredArray(dtype.name, entry.shape, data_start + begin, nbytes)
 
 
-def build_header(arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[StoredArray]]:
+def build_header(
+    arrays: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[StoredArray]]:
     """The head of a file (length and JSON) for (key, dtype, shape) in order, and where each array will lie."""
     entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     spans, position = [], 0
     for key, name, shape in arrays:
         nbytes = nbytes_of(math.prod(shape), DTYPES[name], key)
-        entries[key] = {"dtype": DTYPES[name].safetensors, "shape": list(shape), "data_offsets": [position, position + nbytes]}
+        entries[key] = {
+            "dtype": DTYPES[name].safetensors,
+            "shape": list(shape),
+            "data_offsets": [position, position + nbytes],
+        }
         spans.append((name, shape, position, nbytes))
         position += nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     if len(text) > LARGEST_HEADER:
-        raise InputError("target shard", f"its header would have {len(text)} bytes, safetensors allows {LARGEST_HEADER}; use more target ranks")
+        raise InputError(
+            "target shard",
+            f"its header would have {len(text)} bytes, safetensors allows {LARGEST_HEADER}; use more target ranks",
+        )
     data_start = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, [StoredArray(name, shape, data_start + begin, nbytes) for name, shape, begin, nbytes in spans]
+    return struct.pack("<Q", len(text)) + text, [
+        StoredArray(name, shape, data_start + begin, nbytes) for name, shape, begin, nbytes in spans
+    ]

@@ -41,7 +41,7 @@ def inferred_rule(case: Case, tensor: Tensor, axis: str):
         return None
     if split_axes:
         return split_axes.pop()
-    if tensor.nelems == 0:
+    if not fragments:  # no elements, and parts that stand anywhere
         return REPLICATE
     return held_rule(lines_along(case, fragments, axis), axis, case.mesh[axis])
 
@@ -70,10 +70,10 @@ def held_rule(lines: list[dict[int, set]], axis: str, size: int):
     """No tensor axis follows: the same boxes at all indices, or at the same few of them on every line."""
     if any(boxes != other for line in lines for boxes in line.values() for other in line.values()):
         return None
-    indices = {frozenset(line) for line in lines}
-    if len(indices) != 1:
-        return None
-    stages = sorted(indices.pop())
+    stages = sorted(set().union(*lines))
+    if any(sorted(line) != stages for line in lines):  # then only one box, the same everywhere, is no riddle
+        same = len({frozenset(boxes) for line in lines for boxes in line.values()}) == 1
+        return REPLICATE if same and (len(stages) == size or axis not in NUMBERED) else None
     if len(stages) == size or axis not in NUMBERED:
         return REPLICATE
     return {"stages": stages, "of": size}
@@ -81,7 +81,7 @@ def held_rule(lines: list[dict[int, set]], axis: str, size: int):
 
 def default_rule(case: Case, tensor: Tensor, axis: str, size: int):
     """For an axis that neither the layout nor the source knows."""
-    if tensor.nelems == 0 or axis in ("dp", "cp"):
+    if tensor.nelems == 0 or not tensor.global_shape and axis not in NUMBERED or axis in ("dp", "cp"):
         return REPLICATE
     if axis == "fsdp":
         return 0 if tensor.global_shape else REPLICATE
