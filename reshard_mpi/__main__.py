@@ -57,7 +57,8 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
     except (ImportError, RuntimeError) as error:
         if not launch.rank:
             tell(
-                f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the MPI of your cluster"
+                f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the "
+                "MPI of your cluster"
             )
         return BUG
     comm = MPI.COMM_WORLD

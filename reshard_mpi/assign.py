@@ -1,7 +1,7 @@
 """Which MPI rank reads and which writes each stored array; pure, and the same on whatever rank it is computed.
 
-A rank reads its own shard when there are as many shards as ranks. Otherwise arrays, in the order of the files, are dealt in runs of
-equal bytes: every rank opens few files and no rank gets more than its share and one array.
+A rank reads its own shard when there are as many shards as ranks. Otherwise arrays, in the order of the files, are dealt in
+runs of equal bytes: every rank opens few files and no rank gets more than its share and one array.
 """
 
 from collections.abc import Sequence

@@ -41,7 +41,8 @@ def check_case(parsed: ParsedCase) -> Findings:
         found.faults.append(
             IntegrityError(
                 CASE_FILE,
-                f"the fragments' digest is {parsed.fragments_digest}, expected_manifest_digest says {case.expected_manifest_digest}; "
+                f"the fragments' digest is {parsed.fragments_digest}, expected_manifest_digest says "
+                f"{case.expected_manifest_digest}; "
                 "the manifest was changed after it was written: get it anew",
             )
         )
@@ -74,7 +75,8 @@ def _topology_faults(case: Case) -> Iterator[ReshardError]:
     if mesh.size != case.world_size:
         yield InputError(
             CASE_FILE,
-            f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the product of its axes",
+            f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the "
+            "product of its axes",
         )
 
 
@@ -94,7 +96,8 @@ def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
     if any(len(per_axis) != naxes for per_axis in lengths):
         yield InputError(
             where,
-            f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; expected one number an axis",
+            f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; "
+            "expected one number an axis",
         )
         return
     for axis in range(naxes):
@@ -105,19 +108,22 @@ def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
         if start + size > shape[axis]:
             yield InputError(
                 where,
-                f"box {box_text(fragment.element_offset, fragment.element_extent)} lies outside tensor {fragment.logical_tensor_id} of shape {list(shape)}",
+                f"box {box_text(fragment.element_offset, fragment.element_extent)} lies outside tensor "
+                f"{fragment.logical_tensor_id} of shape {list(shape)}",
             )
             return
         if fragment.local_shape[axis] != before + size + after:
             yield InputError(
                 where,
-                f"local_shape {list(fragment.local_shape)} is not before {list(padding.before)} + extent {list(fragment.element_extent)} + after {list(padding.after)}",
+                f"local_shape {list(fragment.local_shape)} is not before {list(padding.before)} + extent "
+                f"{list(fragment.element_extent)} + after {list(padding.after)}",
             )
             return
     if padding.semantic == "none" and (any(padding.before) or any(padding.after)):
         yield InputError(
             where,
-            f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the semantic of the padding",
+            f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the "
+            "semantic of the padding",
         )
     if any(axis >= naxes for axis in fragment.partition_axes):
         yield InputError(
@@ -188,7 +194,8 @@ def _identity_faults(case: Case) -> Iterator[ReshardError]:
         ):
             yield InputError(
                 name_of(fragment),
-                f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one coordinate tuple a rank",
+                f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one "
+                "coordinate tuple a rank",
             )
             return
 
@@ -200,7 +207,8 @@ def _storage_faults(case: Case) -> Iterator[ReshardError]:
         first = first_of.setdefault(array, fragment)
         if first is fragment:
             continue
-        both = f"{first.fragment_id} and {fragment.fragment_id} name one stored array, {fragment.payload_key!r} of {fragment.payload_file}"
+        stored = f"{fragment.payload_key!r} of {fragment.payload_file}"
+        both = f"{first.fragment_id} and {fragment.fragment_id} name one stored array, {stored}"
         if fragment.shared_storage_id is None or fragment.shared_storage_id != first.shared_storage_id:
             yield InputError(
                 CASE_FILE,
@@ -223,7 +231,8 @@ def _agreement_faults(tensor: list[Fragment]) -> Iterator[ReshardError]:
             if here != there:
                 yield InputError(
                     name_of(fragment),
-                    f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor {fragment.logical_tensor_id}; expected one",
+                    f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor "
+                    f"{fragment.logical_tensor_id}; expected one",
                 )
                 return
 
@@ -268,7 +277,8 @@ def _replica_faults(case: Case, found: Findings) -> Iterator[ReshardError]:
             odd = next(member for member in members if member.fragment_digest != first.fragment_digest)
             yield IntegrityError(
                 where,
-                f"{odd.fragment_id} ({odd.payload_file}) and {first.fragment_id} ({first.payload_file}) have different digests; replicas must be equal",
+                f"{odd.fragment_id} ({odd.payload_file}) and {first.fragment_id} ({first.payload_file}) have "
+                "different digests; replicas must be equal",
             )
 
 
@@ -295,7 +305,8 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
         a, b = (everything[index] for index in overlap)
         yield InputError(
             f"{CASE_FILE}: tensor {a.logical_tensor_id}",
-            f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and they are no declared replicas; "
+            f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and "
+            "they are no declared replicas; "
             "expected boxes that tile the tensor",
         )
         return
@@ -311,7 +322,8 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
         held = names(f"{f.fragment_id} {box_text(*f.box)}" for f in boxes_of[tensor_id]) or "none"
         yield InputError(
             f"{CASE_FILE}: tensor {tensor_id}",
-            f"box {box_text(hole[0], tuple(b - a for a, b in zip(*hole, strict=True)))} of shape {list(shape)} is in no fragment (there are: {held}); "
+            f"box {box_text(hole[0], tuple(b - a for a, b in zip(*hole, strict=True)))} of shape {list(shape)} is "
+            f"in no fragment (there are: {held}); "
             "nothing is filled in: find the missing shard or manifest entry",
         )
 
@@ -328,7 +340,8 @@ def _tie_faults(tensors: dict[str, list[Fragment]], found: Findings) -> Iterator
             if (first[0].global_shape, first[0].dtype) != (other[0].global_shape, other[0].dtype):
                 yield InputError(
                     where,
-                    f"{tied[0]} is {first[0].dtype} {list(first[0].global_shape)}, {other_id} is {other[0].dtype} {list(other[0].global_shape)}; tied tensors must be alike",
+                    f"{tied[0]} is {first[0].dtype} {list(first[0].global_shape)}, {other_id} is {other[0].dtype} "
+                    f"{list(other[0].global_shape)}; tied tensors must be alike",
                 )
                 continue
             here, there = _digest_of_boxes(first), _digest_of_boxes(other)
@@ -336,7 +349,8 @@ def _tie_faults(tensors: dict[str, list[Fragment]], found: Findings) -> Iterator
             if differing:
                 yield IntegrityError(
                     where,
-                    f"{tied[0]} and {other_id} have different digests for box {box_text(*min(differing))}; tied tensors must be equal",
+                    f"{tied[0]} and {other_id} have different digests for box {box_text(*min(differing))}; tied "
+                    "tensors must be equal",
                 )
             elif not {f.box for f in distinct_boxes(first)} <= here.keys() & there.keys():
                 found.ties_to_read.append((tied[0], other_id))

@@ -122,8 +122,10 @@ def _demo_text(report: Mapping[str, Any] | None) -> str:
     assert report is not None
     return "\n".join(
         [
-            f"Resharded the built-in sample: {report['source_topology']} (4 shards) -> single, with {report['nranks']} ranks, into ./{SAMPLE_OUT}/",
-            f"  one tensor, {size_text(report['phases']['write']['nbytes'])}; source digests, target digests and the whole tensor's oracle hold",
+            f"Resharded the built-in sample: {report['source_topology']} (4 shards) -> single, with "
+            f"{report['nranks']} ranks, into ./{SAMPLE_OUT}/",
+            f"  one tensor, {size_text(report['phases']['write']['nbytes'])}; source digests, target digests and "
+            "the whole tensor's oracle hold",
             "Next, on a checkpoint of your own (a folder with case.json and rank-00000.safetensors, ...):",
             "  python -m reshard_mpi inspect SOURCE                                    what it holds",
             "  python -m reshard_mpi plan SOURCE --target tp=4                         what would move",
@@ -208,7 +210,8 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         for fault in verdict.faults:
             _say(f"fault (exit {fault.exit_code}): {fault}")
         _say(
-            f"{options.source}: {verdict.nfragments} fragments, {verdict.ndigests} digests and {verdict.noracles} oracles recomputed, "
+            f"{options.source}: {verdict.nfragments} fragments, {verdict.ndigests} digests and {verdict.noracles} "
+            "oracles recomputed, "
             f"{verdict.nunverifiable} fragments unverifiable, {len(verdict.faults)} faults"
         )
 

@@ -38,10 +38,11 @@ class _Difference:
 
 
 def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> dict[str, Any] | None:
-    """Collective: what differs, on rank 0: `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., ..}]}`."""
+    """Collective: what differs, on rank 0: "
+    f"`{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., ..}]}`."""
     a, b = load_together(comm, a_folder), load_together(comm, b_folder)
-    for source in (a, b):
-        on_root(comm, lambda source=source: source.raise_first())
+    faults = [fault for source in (a, b) if source for fault in source.findings.faults]
+    raise_together(comm, first_to_tell(faults))
     differences, tasks = _metadata_differences(a, b) if a and b else ([], [])
     with Files(a_folder) as a_files, Files(b_folder) as b_files:
         found = deal(

@@ -86,15 +86,19 @@ def _ties(case: Case) -> dict[str, list[str]]:
 def case_text(facts: Mapping[str, Any]) -> str:
     """The checkpoint for people."""
     lines = [
-        f"{facts['case_id']}: {topology_text(facts['source_topology'])}, {facts['world_size']} shards, default target {topology_text(facts['target_topology'])}",
-        f"{facts['ntensors']} tensors of {size_text(facts['nbytes'])} ({', '.join(f'{dtype} {size_text(n)}' for dtype, n in facts['dtypes'].items())}), "
-        f"{facts['nfragments']} fragments, of which {facts['nreplicas']} replicas, {facts['npadded']} padded, {facts['nwithout_digest']} without digest",
+        f"{facts['case_id']}: {topology_text(facts['source_topology'])}, {facts['world_size']} shards, default "
+        f"target {topology_text(facts['target_topology'])}",
+        f"{facts['ntensors']} tensors of {size_text(facts['nbytes'])} "
+        f"({', '.join(f'{dtype} {size_text(n)}' for dtype, n in facts['dtypes'].items())}), "
+        f"{facts['nfragments']} fragments, of which {facts['nreplicas']} replicas, {facts['npadded']} padded, "
+        f"{facts['nwithout_digest']} without digest",
     ]
     lines += [f"tied as {tie}: {names(tied)}" for tie, tied in facts["ties"].items()]
     width = min(max((len(tensor["tensor"]) for tensor in facts["tensors"]), default=0), 60)
     for tensor in facts["tensors"][:MOST_LINES]:
         lines.append(
-            f"  {tensor['tensor']:<{width}}  {tensor['dtype']:<9} {'x'.join(map(str, tensor['shape'])) or 'scalar':<14} {size_text(tensor['nbytes']):>10}  "
+            f"  {tensor['tensor']:<{width}}  {tensor['dtype']:<9} "
+            f"{'x'.join(map(str, tensor['shape'])) or 'scalar':<14} {size_text(tensor['nbytes']):>10}  "
             f"{tensor['nfragments']:>4} fragments  {'; '.join(tensor['layout'])}"
         )
     if len(facts["tensors"]) > MOST_LINES:
@@ -131,7 +135,8 @@ def tensor_tiles(source: Source, name: str) -> dict[str, Any]:
 def tiles_text(facts: Mapping[str, Any]) -> str:
     """The tiles for people."""
     lines = [
-        f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {'; '.join(facts['layout']) or 'whole'}"
+        f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; "
+        f"{'; '.join(facts['layout']) or 'whole'}"
     ]
     for tile in facts["tiles"]:
         marks = [f"{axis} {index}" for axis, index in tile["coordinates"].items()]
@@ -140,6 +145,7 @@ def tiles_text(facts: Mapping[str, Any]) -> str:
             [f"stored as {tile['stored_shape']} ({tile['padding']})"] if tile["stored_shape"] != tile["extent"] else []
         )
         lines.append(
-            f"  rank {tile['rank']:>5}  {box_text(tile['offset'], tile['extent'])}  {', '.join(marks)}  {tile['file']}:{tile['key']}"
+            f"  rank {tile['rank']:>5}  {box_text(tile['offset'], tile['extent'])}  {', '.join(marks)}  "
+            f"{tile['file']}:{tile['key']}"
         )
     return "\n".join(lines)

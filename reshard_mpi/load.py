@@ -1,4 +1,5 @@
-"""Load a checkpoint case with all ranks: rank 0 reads and checks the manifest, the headers of the shards are read side by side."""
+"""Load a checkpoint case with all ranks: rank 0 reads and checks the manifest, the headers of the shards are read "
+"side by side."""
 
 from pathlib import Path
 

@@ -92,7 +92,8 @@ def mesh_from_topology(topology: Mapping[str, int], where: str, error: type[Resh
             return Mesh(())
         raise error(
             where,
-            f"{dict(topology)} names no mesh axis; say how the ranks are divided, with axes such as {', '.join(RANK_ORDER)} (tp=4, say)",
+            f"{dict(topology)} names no mesh axis; say how the ranks are divided, with axes such as "
+            f"{', '.join(RANK_ORDER)} (tp=4, say)",
         )
     sizes: dict[str, int] = {}
     for name, size in topology.items():

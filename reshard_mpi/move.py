@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
+from reshard_mpi.dtypes import DTYPES
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError
 from reshard_mpi.manifest import CASE_FILE, Case, Oracle
-from reshard_mpi.dtypes import DTYPES
 from reshard_mpi.storage.files import COPY_NBYTES, Files, create_file
 from reshard_mpi.storage.safetensors import StoredArray, build_header, read_header
 from reshard_mpi.whole import whole_array
@@ -28,7 +28,8 @@ def _array_of(oracle: Oracle, arrays: dict[str, StoredArray], where: str) -> Sto
         found = "nothing" if array is None else f"{array.dtype} {list(array.shape)}"
         raise InputError(
             where,
-            f"{oracle.payload_key!r} is {found}, {CASE_FILE} says {oracle.dtype} {list(oracle.shape)} for the oracle of {oracle.logical_tensor_id}",
+            f"{oracle.payload_key!r} is {found}, {CASE_FILE} says {oracle.dtype} {list(oracle.shape)} for the "
+            f"oracle of {oracle.logical_tensor_id}",
         )
     return array
 
@@ -68,7 +69,8 @@ def oracle_file_faults(folder: Path, case: Case) -> list[ReshardError]:
     return [
         IntegrityError(
             str(folder / (case.oracle_file or "")),
-            f"array {oracle.payload_key!r} has digest {digests[oracle.logical_tensor_id]}, the oracle of {oracle.logical_tensor_id} is {oracle.sha256}",
+            f"array {oracle.payload_key!r} has digest {digests[oracle.logical_tensor_id]}, the oracle of "
+            f"{oracle.logical_tensor_id} is {oracle.sha256}",
         )
         for oracle in case.oracles
         if digests[oracle.logical_tensor_id] != oracle.sha256

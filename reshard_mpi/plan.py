@@ -1,7 +1,7 @@
 """The redistribution plan: which rank reads what, in which round, and where every byte of it goes.
 
-A plan is a value: int64 arrays, built without data, files or MPI, equal on every rank. It holds the stored boxes of both sides,
-who reads and who writes them, and the slabs of every round; what one rank does in one round is expanded when it is due (rounds.py).
+A plan is a value: int64 arrays, built without data, files or MPI, equal on every rank. It holds the stored boxes of both
+sides, who reads and who writes them, and the slabs of every round; what one rank does in one round is expanded when it is due.
 
     tensor   |--slab 0--|--slab 1--|--slab 2--|--...      a slab is contiguous in every stored box
     rounds    0          0          1                     no rank reads or writes more than round_nbytes in a round
@@ -96,7 +96,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor with elements: its bytes, first the rows of its source boxes, then those of its target boxes, and their arrays."""
+    """One tensor with elements: its bytes, first the rows of its source boxes, then those of its target boxes, "
+    "and their arrays."""
 
     form: ByteForm
     source_arrays: tuple[int, ...]
@@ -284,7 +285,8 @@ def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> tuple[Ints, Ints, Int
 def _deal_rounds(
     loads: Sequence[tuple[Ints, Ints, Ints]], sequence: Ints, nranks: int, round_nbytes: int
 ) -> tuple[list[list[int]], int]:
-    """The slabs of each round, and the most bytes of any rank in any. Slabs of one sequence stay in order; the least busy reader is served first."""
+    """The slabs of each round, and the most bytes of any rank in any. Slabs of one sequence stay in order; the "
+    "least busy reader is served first."""
     nslabs = len(sequence)
     per_side = [_by_slab(nslabs, *load) for load in loads]
     main_reader = [int(ranks[np.argmax(nbytes)]) for ranks, nbytes in per_side[0]]

@@ -94,8 +94,10 @@ def _shards(prepared: Prepared) -> list[dict[str, Any]]:
 def plan_text(facts: Mapping[str, Any]) -> str:
     """The plan for people."""
     lines = [
-        f"{facts['source']}: {topology_text(facts['source_topology'])} -> {topology_text(facts['target_topology'])}, {facts['nranks']} ranks, {facts['nrounds']} rounds",
-        f"read {size_text(facts['read_nbytes'])}, sent {size_text(facts['sent_nbytes'])}, written {size_text(facts['written_nbytes'])}; "
+        f"{facts['source']}: {topology_text(facts['source_topology'])} -> "
+        f"{topology_text(facts['target_topology'])}, {facts['nranks']} ranks, {facts['nrounds']} rounds",
+        f"read {size_text(facts['read_nbytes'])}, sent {size_text(facts['sent_nbytes'])}, written "
+        f"{size_text(facts['written_nbytes'])}; "
         f"buffers of a rank {size_text(facts['buffers_nbytes'])}",
         "",
         f"{'rank':>6}{'reads':>12}{'sends':>12}{'writes':>12}",
@@ -107,7 +109,8 @@ def plan_text(facts: Mapping[str, Any]) -> str:
     lines += ["", f"{'target shard':<26}{'fragments':>10}{'bytes':>12}  from source shards"]
     for shard in facts["shards"][:MOST_LINES]:
         lines.append(
-            f"{shard['file']:<26}{shard['nfragments']:>10}{size_text(shard['nbytes']):>12}  {names(shard['source_shards'], most=8) or '-'}"
+            f"{shard['file']:<26}{shard['nfragments']:>10}{size_text(shard['nbytes']):>12}  "
+            f"{names(shard['source_shards'], most=8) or '-'}"
         )
     left = max(len(facts["ranks"]), len(facts["shards"])) - MOST_LINES
     return "\n".join([*lines, *([f"... and {left} more (--json has all)"] if left > 0 else [])])

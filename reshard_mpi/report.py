@@ -73,7 +73,8 @@ class Progress:
         elif self._plain and time.monotonic() - self._told >= self.SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
             sys.stderr.write(
-                f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} ({100 * self._done // max(self._total, 1)} %)\n"
+                f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} "
+                f"({100 * self._done // max(self._total, 1)} %)\n"
             )
             sys.stderr.flush()
 
@@ -123,18 +124,22 @@ def summary_text(report: Mapping[str, Any]) -> str:
     phases = report["phases"]
     lines = [
         f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
-        f"  {report['ntensors']} tensors, {report['nfragments']} fragments in {report['nshards']} shards, {report['nranks']} ranks, {report['nrounds']} rounds",
+        f"  {report['ntensors']} tensors, {report['nfragments']} fragments in {report['nshards']} shards, "
+        f"{report['nranks']} ranks, {report['nrounds']} rounds",
     ]
     for phase, data in phases.items():
         lines.append(
-            f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate_text(data['nbytes'], data['seconds']):>12}"
+            f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  "
+            f"{rate_text(data['nbytes'], data['seconds']):>12}"
         )
     lines.append(
-        f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory {size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all"
+        f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory "
+        f"{size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all"
     )
     verified = {
         "none": "nothing was hashed",
-        "source": f"every fragment read holds its digest; {size_text(report['unread_replica_nbytes'])} of replicas were compared by digest alone",
+        "source": f"every fragment read holds its digest; {size_text(report['unread_replica_nbytes'])} of replicas "
+        "were compared by digest alone",
         "full": "source, replicas, target and oracles hold their digests",
     }
     lines.append(f"  verified ({report['verify']}): {verified[report['verify']]}")

@@ -27,7 +27,7 @@ from reshard_mpi.target import Outgoing, outgoing_case
 
 ROWS_NBYTES = 16 << 20  # of a tensor that are made at once
 # What tensor parallelism does, by the last part of a module's name (as Megatron-LM cuts a Llama).
-TP_RULES = {name: 0 for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")} | {
+TP_RULES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0) | {
     "o_proj": 1,
     "down_proj": 1,
 }
@@ -66,7 +66,8 @@ class Llama:
 
     @classmethod
     def of_size(cls, nelems: int) -> "Llama":
-        """The largest hidden size whose usual depth (a layer for 128 of it) fits into `nelems`, and as many layers as fill them."""
+        """The largest hidden size whose usual depth (a layer for 128 of it) fits into `nelems`, and as many "
+        "layers as fill them."""
         hidden = 64
         while cls(hidden + 64, max((hidden + 64) // 128, 1)).nelems <= nelems:
             hidden += 64

@@ -68,7 +68,8 @@ def open_source(folder: Path) -> Source:
     missing = sum(fragment.fragment_digest is None for fragment in parsed.case.fragments)
     if missing:
         source.warnings.append(
-            f"{folder / CASE_FILE}: {missing} of {len(parsed.case.fragments)} fragments have no digest: their bytes can't be checked"
+            f"{folder / CASE_FILE}: {missing} of {len(parsed.case.fragments)} fragments have no digest: their "
+            "bytes can't be checked"
         )
     return source
 
@@ -113,12 +114,14 @@ def _header_faults(source: Source) -> Iterator[ReshardError]:
         if array is None:
             yield InputError(
                 where,
-                f"holds no array {fragment.payload_key!r}, which fragment {fragment.fragment_id} names; expected one of {names(arrays) or 'none'}",
+                f"holds no array {fragment.payload_key!r}, which fragment {fragment.fragment_id} names; expected "
+                f"one of {names(arrays) or 'none'}",
             )
         elif (array.dtype, array.shape) != (fragment.dtype, fragment.local_shape):
             yield InputError(
                 where,
-                f"array {fragment.payload_key!r} is {array.dtype} {list(array.shape)}, {name_of(fragment)} says {fragment.dtype} {list(fragment.local_shape)}; "
+                f"array {fragment.payload_key!r} is {array.dtype} {list(array.shape)}, {name_of(fragment)} says "
+                f"{fragment.dtype} {list(fragment.local_shape)}; "
                 "shard and manifest must be of one save",
             )
         elif not array.nbytes and fragment.fragment_digest not in (None, DIGEST_OF_NOTHING):

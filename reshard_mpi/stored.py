@@ -123,7 +123,8 @@ class _Column:
         if np.any(numbers * nbits % 8):
             raise InputError(
                 where,
-                f"a part begins or ends within a byte: its elements have {nbits} bits; cut it at multiples of {8 // math.gcd(8, nbits)} elements",
+                f"a part begins or ends within a byte: its elements have {nbits} bits; cut it at multiples of "
+                f"{8 // math.gcd(8, nbits)} elements",
             )
         return _Column(
             self.size * nbits // 8,

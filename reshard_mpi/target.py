@@ -73,7 +73,8 @@ def payload_keys(case: Case) -> dict[str, str]:
         if key == "__metadata__" or holder.setdefault(key, tensor_id) != tensor_id:
             raise InputError(
                 CASE_FILE,
-                f"tensor {tensor_id} would be stored as {key!r}, which is reserved or taken by {holder.get(key)}; rename one of them",
+                f"tensor {tensor_id} would be stored as {key!r}, which is reserved or taken by {holder.get(key)}; "
+                "rename one of them",
             )
     return keys
 

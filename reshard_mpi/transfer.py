@@ -115,7 +115,8 @@ class Reader:
             name = self._names[self._arrays.file[array]]
             raise IntegrityError(
                 str(self._files.folder / name),
-                f"array {self._keys[array]!r} has digest {found}, case.json says {expected}; its bytes have changed since it was saved: get the shard anew",
+                f"array {self._keys[array]!r} has digest {found}, case.json says {expected}; its bytes have "
+                "changed since it was saved: get the shard anew",
             )
 
 

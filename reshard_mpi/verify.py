@@ -51,7 +51,7 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
         array = source.headers.get(fragment.payload_file, {}).get(fragment.payload_key) if source else None
         if array is not None and fragment.fragment_digest is not None:
             stored.setdefault(whole_array(fragment.payload_file, fragment.payload_key, array), []).append(fragment)
-    for (whole, fragments), found in zip(stored.items(), digests_of(comm, folder, list(stored), progress), strict=True):
+    for fragments, found in zip(stored.values(), digests_of(comm, folder, list(stored), progress), strict=True):
         verdict.ndigests += len(fragments)
         if isinstance(found, ReshardError):
             verdict.faults.append(found)

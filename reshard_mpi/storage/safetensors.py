@@ -1,7 +1,8 @@
 """The safetensors container: an array is a plain byte span after the header.
 
-Format: 8 bytes little-endian header length, that many bytes of JSON `{key: {dtype, shape, data_offsets}}`, padded with spaces, then
-the data, of which the arrays fill every byte once (https://github.com/huggingface/safetensors#format). Headers are not trusted.
+Format: 8 bytes little-endian header length, that many bytes of JSON `{key: {dtype, shape, data_offsets}}`, padded with
+spaces, then the data, of which the arrays fill every byte once (https://github.com/huggingface/safetensors#format). Headers
+are not trusted.
 """
 
 import json
@@ -68,7 +69,8 @@ def parse_header(text: bytes, data_start: int, file_nbytes: int, where: str) -> 
         if array.begin != position:
             raise InputError(
                 where,
-                f"array {key!r} begins at byte {array.begin - data_start} of the data, expected {position - data_start}: arrays overlap or leave a gap",
+                f"array {key!r} begins at byte {array.begin - data_start} of the data, expected "
+                f"{position - data_start}: arrays overlap or leave a gap",
             )
         position += array.nbytes
     if position != file_nbytes:
