@@ -8,16 +8,21 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
 
 import numpy as np
 
 from reshard_mpi.boxes import Boxes, find_hole, find_overlap
 from reshard_mpi.dtypes import DTYPES, dtype_named, nbytes_of
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names
-from reshard_mpi.manifest import CASE_FILE, Case, Fragment, ParsedCase, by_tensor
+from reshard_mpi.manifest import CASE_FILE, Case, Coordinates, Fragment, Padding, ParsedCase, Shape, by_tensor
 from reshard_mpi.mesh import Mesh, canonical, mesh_from_topology
 
 MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
+# What all fragments of a logical tensor must say alike.
+IN_COMMON = ("fqn", "component_id", "role", "dtype", "global_shape", "tie_group_id")
+_in_common = attrgetter(*IN_COMMON)
 SHARD_NAME = re.compile(r"rank-(\d{5,6})\.(safetensors|h5)", re.ASCII)
 
 
@@ -90,114 +95,98 @@ def box_text(offset: Sequence[int], extent: Sequence[int]) -> str:
 
 
 def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
-    where, shape = name_of(fragment), fragment.global_shape
-    naxes, padding = len(shape), fragment.padding
-    lengths = (fragment.element_offset, fragment.element_extent, fragment.local_shape, padding.before, padding.after)
-    if any(len(per_axis) != naxes for per_axis in lengths):
-        yield InputError(
-            where,
-            f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; "
-            "expected one number an axis",
+    boxes = _box_messages(
+        fragment.global_shape,
+        fragment.element_offset,
+        fragment.element_extent,
+        fragment.local_shape,
+        fragment.padding,
+        fragment.partition_axes,
+        fragment.dtype,
+    )
+    for message in boxes + _place_messages(fragment.topology_coordinates, fragment.payload_file, mesh):
+        yield InputError(name_of(fragment), message)
+
+
+@lru_cache(maxsize=1 << 16)  # ranks and layers repeat each other
+def _box_messages(
+    shape: Shape, offset: Shape, extent: Shape, local: Shape, padding: Padding, partition_axes: Shape, dtype: str
+) -> tuple[str, ...]:
+    """What is wrong with the shapes of a fragment."""
+    naxes = len(shape)
+    if any(len(per_axis) != naxes for per_axis in (offset, extent, local, padding.before, padding.after)):
+        return (
+            f"global_shape has {naxes} axes, but offset, extent, local_shape or padding has another number; expected "
+            "one number an axis",
         )
-        return
-    for axis in range(naxes):
-        start, size, before, after = (
-            per_axis[axis]
-            for per_axis in (fragment.element_offset, fragment.element_extent, padding.before, padding.after)
+    found = []
+    if any(start + size > whole for start, size, whole in zip(offset, extent, shape, strict=True)):
+        found.append(f"box {box_text(offset, extent)} lies outside the tensor's shape {list(shape)}")
+    sums = tuple(
+        before + size + after for before, size, after in zip(padding.before, extent, padding.after, strict=True)
+    )
+    if sums != local:
+        found.append(
+            f"local_shape {list(local)} is not before {list(padding.before)} + extent {list(extent)} + after "
+            f"{list(padding.after)}"
         )
-        if start + size > shape[axis]:
-            yield InputError(
-                where,
-                f"box {box_text(fragment.element_offset, fragment.element_extent)} lies outside tensor "
-                f"{fragment.logical_tensor_id} of shape {list(shape)}",
-            )
-            return
-        if fragment.local_shape[axis] != before + size + after:
-            yield InputError(
-                where,
-                f"local_shape {list(fragment.local_shape)} is not before {list(padding.before)} + extent "
-                f"{list(fragment.element_extent)} + after {list(padding.after)}",
-            )
-            return
     if padding.semantic == "none" and (any(padding.before) or any(padding.after)):
-        yield InputError(
-            where,
-            f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the "
-            "semantic of the padding",
+        found.append(
+            f"padding {list(padding.before)}, {list(padding.after)} with semantic none; expected zeros, or the semantic of "
+            "the padding"
         )
-    if any(axis >= naxes for axis in fragment.partition_axes):
-        yield InputError(
-            where,
-            f"partition_axes {list(fragment.partition_axes)} names a tensor axis beyond the {naxes} of {list(shape)}",
-        )
-    yield from _size_faults(fragment, where)
-    yield from _rank_faults(fragment, mesh, where)
-
-
-def _size_faults(fragment: Fragment, where: str) -> Iterator[ReshardError]:
+    if any(axis >= naxes for axis in partition_axes):
+        found.append(f"partition_axes {list(partition_axes)} names a tensor axis beyond the {naxes} of {list(shape)}")
     try:
-        dtype = dtype_named(fragment.dtype, where)
-        for shape in (fragment.global_shape, fragment.local_shape):
-            if nbytes_of(math.prod(shape), dtype, where) >= MOST_BYTES:
-                yield InputError(
-                    where, f"an array of shape {list(shape)} has more bytes than any file; expected less than 2**62"
-                )
+        for name, sizes in (("global_shape", shape), ("local_shape", local)):
+            if nbytes_of(math.prod(sizes), dtype_named(dtype, name), name) >= MOST_BYTES:
+                found.append(f"{name} {list(sizes)} has more bytes than any file; expected less than 2**62")
     except InputError as fault:
-        yield fault
+        found.append(fault.message)
+    return tuple(found)
 
 
-def _rank_faults(fragment: Fragment, mesh: Mesh, where: str) -> Iterator[ReshardError]:
-    named = list(fragment.topology_coordinates)
-    coordinates = {canonical(axis): index for axis, index in named}
-    if named != sorted(named) or len(coordinates) < len(named) or "rank" not in coordinates:
-        yield InputError(where, f"topology_coordinates {named} are not sorted pairs, each axis once, rank among them")
-        return
-    rank = coordinates.pop("rank")
+@lru_cache(maxsize=1 << 16)
+def _place_messages(coordinates: Coordinates, payload_file: str, mesh: Mesh) -> tuple[str, ...]:
+    """What is wrong with where a fragment is: its coordinates and its file."""
+    index_of = {canonical(axis): index for axis, index in coordinates}
+    if list(coordinates) != sorted(coordinates) or len(index_of) < len(coordinates) or "rank" not in index_of:
+        return (f"topology_coordinates {list(coordinates)} are not sorted pairs, each axis once, rank among them",)
+    rank = index_of.pop("rank")
     sizes = dict(mesh.axes)
-    if not mesh.split_axes.keys() <= coordinates.keys() <= sizes.keys():
-        yield InputError(
-            where, f"coordinates name the mesh axes {sorted(coordinates)}, topology.source has {sorted(sizes)}"
-        )
-    elif any(index >= sizes[axis] for axis, index in coordinates.items()):
-        yield InputError(where, f"coordinates {coordinates} lie outside the mesh {mesh}")
-    shard = SHARD_NAME.fullmatch(fragment.payload_file)
-    if (
-        "/" in fragment.payload_file
-        or "\\" in fragment.payload_file
-        or ".." in fragment.payload_file
-        or "\0" in fragment.payload_file
-    ):
-        yield InputError(
-            where, f"payload_file {fragment.payload_file!r} is a path; expected a plain file name in the case folder"
-        )
+    found = []
+    if not mesh.split_axes.keys() <= index_of.keys() <= sizes.keys():
+        found.append(f"coordinates name the mesh axes {sorted(index_of)}, topology.source has {sorted(sizes)}")
+    elif any(index >= sizes[axis] for axis, index in index_of.items()):
+        found.append(f"coordinates {index_of} lie outside the mesh {mesh}")
+    shard = SHARD_NAME.fullmatch(payload_file)
+    if any(part in payload_file for part in ("/", "\\", "..", "\0")):
+        found.append(f"payload_file {payload_file!r} is a path; expected a plain file name in the case folder")
     elif rank >= mesh.size:
-        yield InputError(where, f"rank {rank} of {mesh.size}; expected ranks from 0")
-    elif not shard or int(shard[1]) != rank or shard[1] != f"{rank:05d}":
-        yield InputError(
-            where,
-            f"payload_file {fragment.payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors",
+        found.append(f"rank {rank} of {mesh.size}; expected ranks from 0")
+    elif not shard or shard[1] != f"{rank:05d}":
+        found.append(
+            f"payload_file {payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors"
         )
+    return tuple(found)
 
 
 def _identity_faults(case: Case) -> Iterator[ReshardError]:
     for fragment_id, count in Counter(fragment.fragment_id for fragment in case.fragments).items():
         if count > 1:
             yield InputError(CASE_FILE, f"fragment_id {fragment_id!r} is used {count} times; expected each once")
-    tuple_of_rank: dict[int, tuple[object, ...]] = {}
-    rank_of_tuple: dict[tuple[object, ...], int] = {}
-    for fragment in case.fragments:
-        rank = fragment.rank
-        mesh_tuple = tuple(pair for pair in fragment.topology_coordinates if pair[0] != "rank")
-        if (
-            tuple_of_rank.setdefault(rank, mesh_tuple) != mesh_tuple
-            or rank_of_tuple.setdefault(mesh_tuple, rank) != rank
-        ):
+    tuple_of_rank: dict[int, Coordinates] = {}
+    rank_of_tuple: dict[Coordinates, int] = {}
+    for coordinates in sorted({fragment.topology_coordinates for fragment in case.fragments}):
+        rank = dict(coordinates)["rank"]
+        mesh_tuple = tuple(pair for pair in coordinates if pair[0] != "rank")
+        other = tuple_of_rank.setdefault(rank, mesh_tuple)
+        if other != mesh_tuple or rank_of_tuple.setdefault(mesh_tuple, rank) != rank:
             yield InputError(
-                name_of(fragment),
-                f"rank {rank} with coordinates {dict(mesh_tuple)} contradicts another fragment; expected one "
-                "coordinate tuple a rank",
+                CASE_FILE,
+                f"rank {rank} has coordinates {dict(mesh_tuple)} and also {dict(other)}, or another rank has them too; "
+                "expected one coordinate tuple a rank",
             )
-            return
 
 
 def _storage_faults(case: Case) -> Iterator[ReshardError]:
@@ -225,16 +214,20 @@ def _storage_faults(case: Case) -> Iterator[ReshardError]:
 
 def _agreement_faults(tensor: list[Fragment]) -> Iterator[ReshardError]:
     first = tensor[0]
+    agreed = _in_common(first)
     for fragment in tensor[1:]:
-        for key in ("fqn", "component_id", "role", "dtype", "global_shape", "tie_group_id"):
-            here, there = getattr(fragment, key), getattr(first, key)
-            if here != there:
-                yield InputError(
-                    name_of(fragment),
-                    f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor "
-                    f"{fragment.logical_tensor_id}; expected one",
-                )
-                return
+        if _in_common(fragment) != agreed:
+            key, here, there = next(
+                (key, here, there)
+                for key, here, there in zip(IN_COMMON, _in_common(fragment), agreed, strict=True)
+                if here != there
+            )
+            yield InputError(
+                name_of(fragment),
+                f"{key} is {here!r}, but {there!r} in {first.fragment_id} of the same tensor "
+                f"{fragment.logical_tensor_id}; expected one",
+            )
+            return
 
 
 def replica_groups(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:

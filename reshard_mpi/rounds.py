@@ -45,7 +45,8 @@ class RoundWork:
     """One rank's part of one round.
 
     `local_from[i]` (in the read buffer) is copied to `local_to[i]` (in the write buffer). `send` lies in the read buffer,
-    `receive` in the write buffer; in the messages tiles follow each other without gaps, by rank, `send_nbytes[rank]` bytes to each.
+    `receive` in the write buffer; in the messages tiles follow each other without gaps, by rank,
+    `send_nbytes[rank]` bytes to each.
     """
 
     read: Spans
