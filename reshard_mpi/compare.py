@@ -38,8 +38,10 @@ class _Difference:
 
 
 def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> dict[str, Any] | None:
-    """Collective: what differs, on rank 0: "
-    f"`{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., ..}]}`."""
+    """Collective: what differs, on rank 0.
+
+    `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., "first_index": [..], "count": int}]}`
+    """
     a, b = load_together(comm, a_folder), load_together(comm, b_folder)
     faults = [fault for source in (a, b) if source for fault in source.findings.faults]
     raise_together(comm, first_to_tell(faults))

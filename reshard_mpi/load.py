@@ -1,5 +1,4 @@
-"""Load a checkpoint case with all ranks: rank 0 reads and checks the manifest, the headers of the shards are read "
-"side by side."""
+"""Load a checkpoint case with all ranks: rank 0 reads and checks the manifest, all read the headers of the shards."""
 
 from pathlib import Path
 

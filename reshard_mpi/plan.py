@@ -96,8 +96,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor with elements: its bytes, first the rows of its source boxes, then those of its target boxes, "
-    "and their arrays."""
+    """One tensor with elements: in bytes, its source boxes and then its target boxes; and the arrays that hold them."""
 
     form: ByteForm
     source_arrays: tuple[int, ...]
@@ -285,8 +284,10 @@ def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> tuple[Ints, Ints, Int
 def _deal_rounds(
     loads: Sequence[tuple[Ints, Ints, Ints]], sequence: Ints, nranks: int, round_nbytes: int
 ) -> tuple[list[list[int]], int]:
-    """The slabs of each round, and the most bytes of any rank in any. Slabs of one sequence stay in order; the "
-    "least busy reader is served first."""
+    """The slabs of each round, and the most bytes of any rank in any.
+
+    Slabs of one sequence stay in order; the least busy reader is served first.
+    """
     nslabs = len(sequence)
     per_side = [_by_slab(nslabs, *load) for load in loads]
     main_reader = [int(ranks[np.argmax(nbytes)]) for ranks, nbytes in per_side[0]]

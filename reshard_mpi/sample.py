@@ -66,8 +66,7 @@ class Llama:
 
     @classmethod
     def of_size(cls, nelems: int) -> "Llama":
-        """The largest hidden size whose usual depth (a layer for 128 of it) fits into `nelems`, and as many "
-        "layers as fill them."""
+        """The largest hidden size whose usual depth (a layer for 128 of it) fits, and as many layers as fill `nelems`."""
         hidden = 64
         while cls(hidden + 64, max((hidden + 64) // 128, 1)).nelems <= nelems:
             hidden += 64

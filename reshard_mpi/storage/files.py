@@ -98,8 +98,7 @@ def open_regular(folder: Path, name: str, flags: int) -> int:
 
 
 def create_file(path: Path, nbytes: int, head: bytes) -> None:
-    """A new file of `nbytes` bytes that begins with `head`; the space for all of it is taken at once, so that "
-    "none is lacking later."""
+    """A new file of `nbytes` bytes that begins with `head`; space for all of it is taken now, so that none lacks later."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
