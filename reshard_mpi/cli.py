@@ -1,19 +1,20 @@
 """The command line: every option and every default. Imports no MPI, so that `--help` and usage errors need none."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from reshard_mpi import __version__
+from reshard_mpi.checkpoint.mesh import Mesh, parse_target
 from reshard_mpi.errors import UsageError
-from reshard_mpi.mesh import Mesh, parse_target
-from reshard_mpi.units import binary_size
 
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
 DEFAULT_MEMORY = "256M"
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,6 +36,18 @@ def _dashes(argument: str) -> str:
         return argument
     flag, equals, value = argument.partition("=")
     return flag.replace("_", "-") + equals + value
+
+
+def binary_size(text: str) -> int:
+    """Bytes of `256M`, `1.5GiB` or `4096`, in KiB, MiB, GiB.
+
+    >>> binary_size("1.5K"), binary_size("2GiB")
+    (1536, 2147483648)
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.ASCII | re.IGNORECASE)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 256M, 2G or 1.5GiB")
+    return int(float(match[1]) * _BINARY[match[2].upper()])
 
 
 def _target(text: str) -> Mesh:
@@ -103,17 +116,23 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
     )
-
-
-def _add_reshard(parser: argparse.ArgumentParser) -> None:
-    _add_selection(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
+    parser.add_argument(
+        "--writers",
+        choices=("auto", "owner", "shared"),
+        default="auto",
+        help="one rank a target file, or several (default auto: owner on NFS, else shared)",
+    )
     parser.add_argument(
         "--verify",
         choices=("source", "full", "none"),
         default="source",
         help="what is held against digests (default source)",
     )
+
+
+def _add_reshard(parser: argparse.ArgumentParser) -> None:
+    _add_selection(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
     parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")

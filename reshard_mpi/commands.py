@@ -9,16 +9,16 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard_mpi.checkpoint.manifest import CASE_FILE
+from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
 from reshard_mpi.errors import ReshardError, UsageError, first_to_tell
-from reshard_mpi.inspection import case_facts, case_text, tensor_tiles, tiles_text
-from reshard_mpi.manifest import CASE_FILE
-from reshard_mpi.mesh import Mesh
-from reshard_mpi.planning import plan_facts, plan_text, refusals_of, refusals_text
-from reshard_mpi.prepare import Selection
+from reshard_mpi.plan.prepare import Selection
 from reshard_mpi.report import size_text, summary_text, warn, write_report
 from reshard_mpi.sample import write_sample
-from reshard_mpi.source import Source, load_alone
+from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
+from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of, refusals_text
+from reshard_mpi.storage.source import Source, load_alone
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +35,7 @@ def run_alone(options: argparse.Namespace) -> int:
 
 def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     """Collective: a command on all ranks; the exit code, the same on all of them."""
-    from reshard_mpi.comm import root_value
+    from reshard_mpi.mpi.comm import root_value
 
     together: dict[str, Callable[[MPI.Comm, argparse.Namespace], int]] = {
         DEMO: _demo,
@@ -64,18 +64,19 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 
 def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
-    from reshard_mpi.comm import on_root
-    from reshard_mpi.job import Job, reshard
+    from reshard_mpi.mpi.comm import on_root
+    from reshard_mpi.run.job import Job, reshard
 
     job = Job(
-        options.source,
-        options.out,
-        _selection(options),
-        options.memory,
-        options.verify,
-        options.overwrite,
-        options.restart,
-        options.progress,
+        source=options.source,
+        out=options.out,
+        selection=_selection(options),
+        memory_nbytes=options.memory,
+        writers=options.writers,
+        verify=options.verify,
+        overwrite=options.overwrite,
+        restart=options.restart,
+        progress=options.progress,
     )
     report = reshard(comm, job)
 
@@ -90,8 +91,8 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
 
 def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
-    from reshard_mpi.comm import on_root
-    from reshard_mpi.job import Job, reshard
+    from reshard_mpi.mpi.comm import on_root
+    from reshard_mpi.run.job import Job, reshard
 
     def replaceable() -> None:
         if os.path.lexists(SAMPLE_OUT) and _case_id(SAMPLE_OUT) != SAMPLE_CASE:
@@ -103,7 +104,15 @@ def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
     on_root(comm, replaceable)
     with resources.as_file(resources.files("reshard_mpi") / "data" / SAMPLE_CASE) as source:
         job = Job(
-            source, SAMPLE_OUT, Selection(Mesh(())), 1 << 24, "full", overwrite=True, restart=True, progress="off"
+            source=source,
+            out=SAMPLE_OUT,
+            selection=Selection(Mesh(())),
+            memory_nbytes=1 << 24,
+            writers="auto",
+            verify="full",
+            overwrite=True,
+            restart=True,
+            progress="off",
         )
         report = reshard(comm, job)
     on_root(comm, lambda: _say(_demo_text(report)))
@@ -137,7 +146,14 @@ def _demo_text(report: Mapping[str, Any] | None) -> str:
 
 def _plan(options: argparse.Namespace) -> int:
     source = load_alone(options.source)
-    prepared, faults = refusals_of(source, _selection(options), options.ranks or source.case.world_size, options.memory)
+    prepared, faults = refusals_of(
+        source,
+        _selection(options),
+        nranks=options.ranks or source.case.world_size,
+        memory_nbytes=options.memory,
+        writers="owner" if options.writers == "owner" else "shared",
+        hashing=options.verify != "none",
+    )
     if prepared is None:
         return _refused(faults, options.json)
     warn(source.warnings)
@@ -191,8 +207,8 @@ def _sample(options: argparse.Namespace) -> int:
 
 
 def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
-    from reshard_mpi.comm import on_root, raise_together
-    from reshard_mpi.verify import verify
+    from reshard_mpi.check.verify import verify
+    from reshard_mpi.mpi.comm import on_root, raise_together
 
     verdict = verify(comm, options.source, options.progress)
 
@@ -221,8 +237,8 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
 
 def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
-    from reshard_mpi.comm import root_value
-    from reshard_mpi.compare import compare
+    from reshard_mpi.check.compare import compare
+    from reshard_mpi.mpi.comm import root_value
 
     found = compare(comm, options.a, options.b, options.progress)
 

@@ -14,16 +14,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard_mpi.commit import PartialFolder, check_out
-from reshard_mpi.digests import digest_name
-from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, case_text
+from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import first_to_tell
-from reshard_mpi.layout import target_layout
-from reshard_mpi.manifest import CASE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, case_text
-from reshard_mpi.mesh import Mesh
-from reshard_mpi.prepare import target_files
+from reshard_mpi.layout.rules import target_layout
+from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.plan.prepare import target_files
+from reshard_mpi.run.commit import PartialFolder, check_out
+from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files, create_file
-from reshard_mpi.target import Outgoing, outgoing_case
 
 ROWS_NBYTES = 16 << 20  # of a tensor that are made at once
 # What tensor parallelism does, by the last part of a module's name (as Megatron-LM cuts a Llama).

@@ -1,1 +1,1 @@
-"""How arrays lie in files: headers and byte spans."""
+"""Bytes on disk: headers, spans, digests, and a case folder as it lies there."""

@@ -4,6 +4,7 @@ Reads go through `pread` into buffers of the caller: a memory map of a file on a
 than large reads, and a file that is cut short under a map kills the process.
 """
 
+import ctypes
 import os
 import resource
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import InputError, StorageError, storage_error
 
+NFS_SUPER_MAGIC = 0x6969
 COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
 
 
@@ -119,6 +121,15 @@ def _allocate(fd: int, nbytes: int) -> None:
         if error.errno in (28, 122):  # ENOSPC, EDQUOT: what we came to find out
             raise
         os.ftruncate(fd, nbytes)  # a file system that can't allocate ahead
+
+
+def is_on_nfs(path: Path) -> bool:
+    """Will `path` lie on NFS? By the type of the file system of its nearest folder that is there (statfs(2))."""
+    folder = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    status = ctypes.create_string_buffer(256)  # larger than any struct statfs, which begins with f_type
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), status):
+        return False
+    return ctypes.c_long.from_buffer(status).value == NFS_SUPER_MAGIC
 
 
 def sync_folder(path: Path) -> None:

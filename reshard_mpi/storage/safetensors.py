@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from reshard_mpi.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
+from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
+from reshard_mpi.checkpoint.manifest import Count, strict_json
 from reshard_mpi.errors import InputError, StorageError
-from reshard_mpi.manifest import Count, strict_json
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 ALIGNMENT = 8  # of the first data byte

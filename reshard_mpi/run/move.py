@@ -18,14 +18,14 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.comm import Agreement, agreed, raise_together
 from reshard_mpi.errors import Interrupted
-from reshard_mpi.exchange import Exchanger
-from reshard_mpi.plan import Plan
+from reshard_mpi.mpi.comm import Agreement, agreed, raise_together
+from reshard_mpi.mpi.exchange import Exchanger
+from reshard_mpi.plan.plan import Plan
+from reshard_mpi.plan.rounds import RoundWork, expand_round
 from reshard_mpi.report import Progress
-from reshard_mpi.rounds import RoundWork, expand_round
+from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.files import Files
-from reshard_mpi.transfer import Bytes, Reader, Writer
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,16 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
         _stop_requested() as stop,
     ):
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
-        writer = Writer(target, names.target_files, plan.target.arrays, plan.buffer_nbytes, hashing)
+        writer = Writer(target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing)
         exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
             _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, reading, writing), exchanger, stop, progress)
         digests: dict[int, bytes] = {}
         with agreed(comm):
             reader.finish()
-            digests = writer.finish()
+            writer.sync()
+        with agreed(comm):
+            digests = writer.digests()
     return Moved(digests, _measured(reader, writer, exchanger))
 
 

@@ -6,13 +6,13 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from reshard_mpi.comm import ROOT
+from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
+from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
-from reshard_mpi.manifest import by_tensor
+from reshard_mpi.mpi.comm import ROOT
 from reshard_mpi.report import Progress
-from reshard_mpi.source import Source
 from reshard_mpi.storage.files import Files
-from reshard_mpi.whole import WholeTensor, whole_box, whole_tensor
+from reshard_mpi.storage.source import Source
 
 T = TypeVar("T")
 R = TypeVar("R")

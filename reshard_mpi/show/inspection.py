@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard_mpi.checks import box_text
-from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.checkpoint.checks import box_text
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import Case, Fragment, Rule, Stages, by_tensor
+from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import UsageError, names
-from reshard_mpi.layout import target_layout
-from reshard_mpi.manifest import Case, Fragment, Rule, Stages, by_tensor
-from reshard_mpi.mesh import Mesh
+from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.report import size_text, topology_text
-from reshard_mpi.source import Source
+from reshard_mpi.storage.source import Source
 
 MOST_LINES = 60
 

@@ -8,16 +8,17 @@ import msgspec
 import numpy as np
 
 from reshard_mpi.errors import ReshardError, names
-from reshard_mpi.plan import round_nbytes_of, traffic
-from reshard_mpi.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.plan.plan import Side, traffic
+from reshard_mpi.plan.planner import Resources, round_nbytes_of
+from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import size_text, topology_text
-from reshard_mpi.source import Source
+from reshard_mpi.storage.source import Source
 
 MOST_LINES = 40
 
 
 def refusals_of(
-    source: Source, selection: Selection, nranks: int, memory_nbytes: int
+    source: Source, selection: Selection, *, nranks: int, memory_nbytes: int, writers: str, hashing: bool
 ) -> tuple[Prepared | None, list[ReshardError]]:
     """The prepared job, or every reason to refuse it."""
     faults = list(source.findings.faults)
@@ -26,9 +27,9 @@ def refusals_of(
         outgoing, refused = outgoing_of(source, selection)
         faults += refused
     try:
-        round_nbytes = round_nbytes_of(memory_nbytes)
+        resources = Resources(nranks, round_nbytes_of(memory_nbytes), writers, hashing)
         if outgoing is not None and not faults:
-            return prepare(source, outgoing, nranks, round_nbytes), []
+            return prepare(source, outgoing, resources), []
     except ReshardError as fault:
         faults.append(fault)
     return None, faults
@@ -39,12 +40,13 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
     plan, case = prepared.plan, prepared.outgoing.case
     moved = traffic(plan)
     away = moved.sum(axis=1) - np.diagonal(moved)
+    read, written = (_nbytes_of_ranks(side, plan.nranks) for side in (plan.source, plan.target))
     ranks = [
         {
             "rank": rank,
-            "read_nbytes": int(plan.source.arrays.nbytes[plan.source.arrays.rank == rank].sum()),
+            "read_nbytes": int(read[rank]),
             "sent_nbytes": int(away[rank]),
-            "written_nbytes": int(plan.target.arrays.nbytes[plan.target.arrays.rank == rank].sum()),
+            "written_nbytes": int(written[rank]),
         }
         for rank in range(plan.nranks)
     ]
@@ -65,6 +67,12 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
         "warnings": source.warnings,
         "refusals": [],
     }
+
+
+def _nbytes_of_ranks(side: Side, nranks: int) -> np.ndarray:
+    nbytes = np.zeros(nranks, np.int64)
+    np.add.at(nbytes, side.rank, side.stored.boxes.volume)
+    return nbytes
 
 
 def _shards(prepared: Prepared) -> list[dict[str, Any]]:

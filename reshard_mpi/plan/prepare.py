@@ -10,19 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard_mpi.assign import assign_readers, assign_writers, choose_members
-from reshard_mpi.checks import distinct_boxes, replica_groups
-from reshard_mpi.digests import digest_row
-from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
+from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.errors import ReshardError, UsageError, names
-from reshard_mpi.layout import target_layout
-from reshard_mpi.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
-from reshard_mpi.mesh import Mesh, mesh_from_topology
-from reshard_mpi.plan import ArrayTable, Plan, PlannedTensor, make_plan
-from reshard_mpi.source import Source
+from reshard_mpi.layout.rules import target_layout
+from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.plan.plan import ArrayTable, Plan
+from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
+from reshard_mpi.plan.shares import choose_members
+from reshard_mpi.plan.stored import Place, byte_form
+from reshard_mpi.storage.digests import digest_row
 from reshard_mpi.storage.safetensors import StoredArray, build_header
-from reshard_mpi.stored import Place, byte_form
-from reshard_mpi.target import Outgoing, outgoing_case
+from reshard_mpi.storage.source import Source
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         return None, [fault]
 
 
-def prepare(source: Source, outgoing: Outgoing, nranks: int, round_nbytes: int) -> Prepared:
-    """The job for `nranks` ranks of at most `round_nbytes` a round and buffer. The source must be free of faults."""
+def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepared:
+    """The job for these ranks and buffers. The source must be free of faults."""
     case = source.case
     files, spans = target_files(outgoing)
     kept = {fragment.logical_tensor_id for fragment in outgoing.case.fragments}
@@ -119,8 +120,9 @@ def prepare(source: Source, outgoing: Outgoing, nranks: int, round_nbytes: int) 
     for fragment in case.fragments:
         stored_in[source_index.get((fragment.rank, fragment.payload_key), -1)].append(fragment)
     fragments_of = tuple(tuple(stored_in[index]) for index in range(len(source_keys)))
-    source_table = _source_table(source, source_keys, fragments_of, case.world_size, nranks)
-    plan = make_plan(planned, source_table, _target_table(outgoing, spans, nranks), nranks, round_nbytes)
+    source_table = _source_table(source, source_keys, fragments_of)
+    nshards = (case.world_size, outgoing.nranks)
+    plan = make_plan(planned, source_table, _target_table(outgoing, spans), nshards, resources)
     file_names = {fragment.rank: fragment.payload_file for fragment in case.fragments}
     return Prepared(
         outgoing,
@@ -178,15 +180,11 @@ def _planned(
         offset, extent = outgoing.arrays[index].box
         places.append(Place(offset, extent, (0,) * len(extent), extent))
     form = byte_form(like.global_shape, DTYPES[like.dtype].nbits, tuple(places), f"tensor {like.logical_tensor_id}")
-    return PlannedTensor(form, tuple(source_arrays), tuple(target_arrays))
+    return PlannedTensor(form, np.array(source_arrays, np.int64), np.array(target_arrays, np.int64))
 
 
 def _source_table(
-    source: Source,
-    keys: Sequence[tuple[int, int, str]],
-    fragments_of: Sequence[Sequence[Fragment]],
-    nshards: int,
-    nranks: int,
+    source: Source, keys: Sequence[tuple[int, int, str]], fragments_of: Sequence[Sequence[Fragment]]
 ) -> ArrayTable:
     file = np.array([rank for rank, _, _ in keys], np.int64)
     begin = np.array([begin for _, begin, _ in keys], np.int64)
@@ -200,13 +198,13 @@ def _source_table(
         file,
         begin,
         nbytes,
-        assign_readers(file, nbytes, nshards, nranks),
         rows,
         np.array([d is not None for d in digests], np.int64),
+        np.zeros(len(keys), np.int64),
     )
 
 
-def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray], nranks: int) -> ArrayTable:
+def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:
     file = np.array([array.rank for array in outgoing.arrays], np.int64)
     begin, nbytes = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("begin", "nbytes"))
     none = np.zeros(len(spans), np.int64)
@@ -214,7 +212,7 @@ def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray], nranks: int)
         file,
         begin,
         nbytes,
-        assign_writers(file, nbytes, outgoing.nranks, nranks),
         np.zeros((len(spans), 4), np.int64),
+        none,
         none,
     )

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.check.whole import whole_array
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Oracle
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError
-from reshard_mpi.manifest import CASE_FILE, Case, Oracle
 from reshard_mpi.storage.files import COPY_NBYTES, Files, create_file
 from reshard_mpi.storage.safetensors import StoredArray, build_header, read_header
-from reshard_mpi.whole import whole_array
 
 
 def oracle_arrays(folder: Path, case: Case) -> dict[str, StoredArray]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard_mpi.boxes import Boxes, Ints, join, meet
-from reshard_mpi.plan import Plan, Side
-from reshard_mpi.stored import StoredBoxes
+from reshard_mpi.plan.plan import Plan, Side
+from reshard_mpi.plan.stored import StoredBoxes
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
     """What `rank` does in round `number`."""
     slabs = plan.round_slabs(number)
     sources, targets = (_parts(plan, side, slabs) for side in (plan.source, plan.target))
-    once = targets.take(plan.target.twin[targets.row] == targets.row)
+    once = targets.take(plan.target.is_own[targets.row])
     reads = sources.take(plan.source.rank[sources.row] == rank)
     lands = once.take(plan.target.rank[once.row] == rank)
     read, read_position = _spans(plan.source, reads)

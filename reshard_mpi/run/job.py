@@ -10,21 +10,22 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
-from reshard_mpi.audit import check_equal, digests_of, equal_groups
-from reshard_mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
-from reshard_mpi.commit import PartialFolder, check_paths
-from reshard_mpi.digests import digest_name
+from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
+from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
+from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, by_tensor, case_text
 from reshard_mpi.errors import IntegrityError, ReshardError, first_to_tell
-from reshard_mpi.load import load_together
-from reshard_mpi.manifest import CASE_FILE, Case, by_tensor, case_text
-from reshard_mpi.move import Names, move_rounds
-from reshard_mpi.oracles import copy_oracles, oracle_file_faults
-from reshard_mpi.plan import plan_arrays, plan_from_arrays, round_nbytes_of
-from reshard_mpi.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
+from reshard_mpi.mpi.load import load_together
+from reshard_mpi.plan.plan import plan_arrays, plan_from_arrays
+from reshard_mpi.plan.planner import Resources, round_nbytes_of
+from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import Progress, summary_of, topology_text, warn
-from reshard_mpi.source import DIGEST_OF_NOTHING, Source, read_headers
-from reshard_mpi.storage.files import Files, create_file
-from reshard_mpi.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.run.commit import PartialFolder, check_paths
+from reshard_mpi.run.move import Names, move_rounds
+from reshard_mpi.storage.digests import digest_name
+from reshard_mpi.storage.files import Files, create_file, is_on_nfs
+from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Job:
     out: Path
     selection: Selection
     memory_nbytes: int
+    writers: str
     verify: str
     overwrite: bool
     restart: bool
@@ -53,10 +55,10 @@ class _Local:
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
     """Collective: carry out the job; its report, on rank 0. A ReshardError is the same on all ranks."""
     started = time.perf_counter()
-    round_nbytes = round_nbytes_of(job.memory_nbytes)
+    resources = Resources(comm.size, round_nbytes_of(job.memory_nbytes), _writers(job), job.verify != "none")
     on_root(comm, lambda: check_paths(job.source, job.out, job.overwrite))
     source = load_together(comm, job.source)
-    prepared = on_root(comm, lambda: _prepare(source, job, comm.size, round_nbytes))
+    prepared = on_root(comm, lambda: _prepare(source, job, resources))
     if job.verify != "none":
         _check_equalities(comm, job, source, prepared)
     partial = on_root(comm, lambda: _begin(job, source, prepared))
@@ -71,7 +73,12 @@ def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
     return on_root(comm, lambda: _report(job, local, measured, time.perf_counter() - started))
 
 
-def _prepare(source: Source | None, job: Job, nranks: int, round_nbytes: int) -> Prepared:
+def _writers(job: Job) -> str:
+    """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
+    return job.writers if job.writers != "auto" else "owner" if is_on_nfs(job.out) else "shared"
+
+
+def _prepare(source: Source | None, job: Job, resources: Resources) -> Prepared:
     assert source is not None
     source.raise_first()
     outgoing, faults = outgoing_of(source, job.selection)
@@ -79,7 +86,7 @@ def _prepare(source: Source | None, job: Job, nranks: int, round_nbytes: int) ->
     if told is not None:
         raise told
     assert outgoing is not None
-    prepared = prepare(source, outgoing, nranks, round_nbytes)
+    prepared = prepare(source, outgoing, resources)
     warn(source.warnings)
     return prepared
 

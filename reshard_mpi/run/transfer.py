@@ -7,15 +7,16 @@ is written. `preadv`, `pwrite` and hashlib release Python's lock.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_mpi.boxes import Ints
-from reshard_mpi.digests import RunningDigest, digest_name
 from reshard_mpi.errors import IntegrityError
-from reshard_mpi.plan import ArrayTable
-from reshard_mpi.rounds import Spans
+from reshard_mpi.plan.plan import ArrayTable, Side
+from reshard_mpi.plan.rounds import Spans
+from reshard_mpi.storage.digests import RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
 Bytes = NDArray[np.uint8]
@@ -121,13 +122,17 @@ class Reader:
 
 
 class Writer:
-    """Writes the spans of rounds to the target, and keeps the SHA-256 of every array that it writes."""
+    """Writes the spans of rounds to the target, and computes the SHA-256 of its share of the arrays.
 
-    def __init__(self, files: Files, names: Sequence[str], arrays: ArrayTable, buffer_nbytes: int, hashing: bool):
-        self._files, self._names, self._arrays = files, names, arrays
+    An array that this rank writes alone is hashed on the way; one that several write is read back by one of them.
+    """
+
+    def __init__(self, files: Files, names: Sequence[str], side: Side, rank: int, buffer_nbytes: int, hashing: bool):
+        self._files, self._names, self._arrays = files, names, side.arrays
         self._buffers = _Buffers(buffer_nbytes)
-        self._hashing = hashing
-        self._digests: dict[int, RunningDigest] = {}
+        mine = side.arrays.hasher == rank if hashing else np.zeros(len(side.arrays.file), bool)
+        self._hashed = {array: RunningDigest(int(side.arrays.nbytes[array])) for array in np.flatnonzero(mine).tolist()}
+        self._on_the_way = frozenset(np.flatnonzero(mine & side.is_alone).tolist())
         self._written: set[int] = set()
         self.work = Work()
 
@@ -150,7 +155,7 @@ class Writer:
             self.work.nbytes += nbytes
         self._written.update(np.unique(spans.file).tolist())
         self.work.seconds += time.perf_counter() - started
-        if self._hashing:
+        if self._on_the_way:
             self._hash(spans, buffer)
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
@@ -158,25 +163,33 @@ class Writer:
         for array, offset, nbytes, position in zip(
             *(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True
         ):
-            running = self._digests.get(array)
-            if running is None:
-                running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
-            running.feed(offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes])
-            self.work.hashed_nbytes += nbytes
+            if array in self._on_the_way:
+                self._hashed[array].feed(
+                    offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes]
+                )
+                self.work.hashed_nbytes += nbytes
         self.work.hash_seconds += time.perf_counter() - started
 
-    def finish(self) -> dict[int, bytes]:
-        """Make durable what was written; the SHA-256 of every array of this rank, reading back what came out of order."""
+    def sync(self) -> None:
+        """Return when what this rank has written is on the storage."""
+        started = time.perf_counter()
         for file in sorted(self._written):
             self._files.sync(self._names[file])
-        return {array: self._digest(array, running) for array, running in self._digests.items()}
+        self.work.seconds += time.perf_counter() - started
 
-    def _digest(self, array: int, running: RunningDigest) -> bytes:
-        name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
-        self.work.again_nbytes += running.catch_up(
-            running.nbytes, lambda within, into: self._files.read(name, begin + within, into)
-        )
-        return running.digest()
+    def digests(self) -> dict[int, bytes]:
+        """The SHA-256 of this rank's share of the arrays; all ranks must have written and synced before."""
+        started = time.perf_counter()
+        for array, running in self._hashed.items():
+            name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
+            again = running.catch_up(running.nbytes, partial(self._read_within, name, begin))
+            self.work.again_nbytes += again
+            self.work.hashed_nbytes += again
+        self.work.hash_seconds += time.perf_counter() - started
+        return {array: running.digest() for array, running in self._hashed.items()}
+
+    def _read_within(self, name: str, begin: int, within: int, into: memoryview) -> None:
+        self._files.read(name, begin + within, into)
 
 
 def _runs(spans: Spans) -> Iterator[tuple[int, int]]:

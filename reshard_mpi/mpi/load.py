@@ -4,8 +4,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.comm import gather_all, on_root, root_value
-from reshard_mpi.source import Source, attach_headers, open_source, read_headers
+from reshard_mpi.mpi.comm import gather_all, on_root, root_value
+from reshard_mpi.storage.source import Source, attach_headers, open_source, read_headers
 
 
 def load_together(comm: MPI.Comm, folder: Path, despite_faults: bool = False) -> Source | None:

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from reshard_mpi.audit import deal
-from reshard_mpi.comm import on_root, raise_together
-from reshard_mpi.dtypes import DTYPES
+from reshard_mpi.check.audit import deal
+from reshard_mpi.check.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.errors import ReshardError, first_to_tell
-from reshard_mpi.load import load_together
-from reshard_mpi.manifest import Fragment, by_tensor
-from reshard_mpi.source import Source
+from reshard_mpi.mpi.comm import on_root, raise_together
+from reshard_mpi.mpi.load import load_together
 from reshard_mpi.storage.files import Files
-from reshard_mpi.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
+from reshard_mpi.storage.source import Source
 
 TASK_NBYTES = 64 * PART_NBYTES  # compared by one rank in one go
 

@@ -11,12 +11,22 @@ import msgspec
 import numpy as np
 
 from reshard_mpi.boxes import Boxes, join
-from reshard_mpi.checks import distinct_boxes
-from reshard_mpi.dtypes import DTYPES, nbytes_of
+from reshard_mpi.checkpoint.checks import distinct_boxes
+from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
+from reshard_mpi.checkpoint.manifest import (
+    CASE_FILE,
+    ORACLE_FILE,
+    Case,
+    Fragment,
+    Layout,
+    Padding,
+    Replica,
+    Topology,
+    by_tensor,
+)
+from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import InputError
-from reshard_mpi.layout import Box, Stacks, Tensor, partition_axes, target_boxes
-from reshard_mpi.manifest import CASE_FILE, ORACLE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, by_tensor
-from reshard_mpi.mesh import Mesh
+from reshard_mpi.layout.rules import Box, Stacks, Tensor, partition_axes, target_boxes
 
 MOST_EVIDENCE = 64
 

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard_mpi.boxes import Boxes
-from reshard_mpi.checks import distinct_boxes
-from reshard_mpi.digests import digest_name
-from reshard_mpi.dtypes import DTYPES
-from reshard_mpi.manifest import Fragment
+from reshard_mpi.checkpoint.checks import distinct_boxes
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import Fragment
+from reshard_mpi.plan.stored import ByteForm, Place, StoredBoxes, byte_form, range_slabs
+from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.safetensors import StoredArray
-from reshard_mpi.stored import ByteForm, Place, StoredBoxes, byte_form, range_slabs
 
 Bytes = NDArray[np.uint8]
 PART_NBYTES = 4 << 20  # of a tensor that are held at once

@@ -14,10 +14,19 @@ from operator import attrgetter
 import numpy as np
 
 from reshard_mpi.boxes import Boxes, find_hole, find_overlap
-from reshard_mpi.dtypes import DTYPES, dtype_named, nbytes_of
+from reshard_mpi.checkpoint.dtypes import DTYPES, dtype_named, nbytes_of
+from reshard_mpi.checkpoint.manifest import (
+    CASE_FILE,
+    Case,
+    Coordinates,
+    Fragment,
+    Padding,
+    ParsedCase,
+    Shape,
+    by_tensor,
+)
+from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names
-from reshard_mpi.manifest import CASE_FILE, Case, Coordinates, Fragment, Padding, ParsedCase, Shape, by_tensor
-from reshard_mpi.mesh import Mesh, canonical, mesh_from_topology
 
 MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
 # What all fragments of a logical tensor must say alike.

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.audit import check_equal, digests_of, equal_groups
-from reshard_mpi.comm import on_root
+from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
+from reshard_mpi.check.oracles import oracle_file_faults
+from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
-from reshard_mpi.load import load_together
-from reshard_mpi.manifest import Fragment, by_tensor
-from reshard_mpi.oracles import oracle_file_faults
-from reshard_mpi.source import Source
-from reshard_mpi.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.mpi.comm import on_root
+from reshard_mpi.mpi.load import load_together
+from reshard_mpi.storage.source import Source
 
 
 @dataclass

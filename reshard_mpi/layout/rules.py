@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from reshard_mpi.boxes import array_split_part, chunk
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Rule, Stages, by_tensor
+from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 from reshard_mpi.errors import InputError, ReshardError, names
-from reshard_mpi.manifest import CASE_FILE, Case, Fragment, Layout, Rule, Stages, by_tensor
-from reshard_mpi.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.", re.ASCII)
 EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.", re.ASCII)

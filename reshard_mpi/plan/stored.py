@@ -58,6 +58,34 @@ class StoredBoxes:
         first = self.offset[rows] + ((parts.start - self.boxes.start[rows]) * stride).sum(axis=1)
         return first, first + ((parts.stop - parts.start - 1) * stride).sum(axis=1) + 1
 
+    @property
+    def naxes(self) -> int:
+        return self.boxes.start.shape[1]
+
+    @property
+    def leading_axes(self) -> Ints:
+        """Of each box, the first axis along which it can be divided."""
+        return np.argmax(self.boxes.stop - self.boxes.start > 1, axis=1)
+
+    def cut(self, rows: Ints, parts: Boxes) -> "StoredBoxes":
+        """The parts of box rows[i], as stored boxes of their own."""
+        stride = self.stride[rows]
+        return StoredBoxes(
+            parts, stride, self.offset[rows] + ((parts.start - self.boxes.start[rows]) * stride).sum(axis=1)
+        )
+
+    def aligned_row(self, box: int, row: int, stop: int, alignment: int) -> int:
+        """The first row from `row` on, below `stop`, at which the file offset is a multiple of `alignment`; else `row`."""
+        axis = int(self.leading_axes[box])
+        stride = int(self.stride[box, axis])
+        offset = int(self.offset[box]) + (row - int(self.boxes.start[box, axis])) * stride
+        step = math.gcd(stride, alignment)
+        if offset % step or stride * (stop - row) < alignment:
+            return row
+        period = alignment // step
+        rows = -(offset // step) * pow(stride // step, -1, period) % period if period > 1 else 0
+        return row + rows if row + rows < stop else row
+
     def parts(self, rows: Ints, slabs: Boxes) -> Boxes:
         """Row by row the part of box rows[i] within slabs[i]."""
         return meet(self.boxes.take(rows), slabs)

@@ -14,8 +14,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError, storage_error
-from reshard_mpi.manifest import CASE_FILE
 from reshard_mpi.storage.files import sync_folder
 
 JOURNAL = "journal.json"

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard_mpi.checks import SHARD_NAME, Findings, check_case, name_of
+from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, name_of
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError, StorageError, UsageError, first_to_tell, names
-from reshard_mpi.manifest import CASE_FILE, Case, ParsedCase, parse_case
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from reshard_mpi.boxes import Ints
-from reshard_mpi.rounds import RoundWork, Tiles
+from reshard_mpi.plan.rounds import RoundWork, Tiles
 
 Bytes = NDArray[np.uint8]
 

@@ -1,0 +1,1 @@
+"""Bytes held against each other: replicas, ties, oracles, digests, two checkpoints."""

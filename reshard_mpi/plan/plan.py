@@ -1,0 +1,128 @@
+"""The redistribution plan: which rank reads what, in which round, and where every byte of it goes.
+
+A plan is a value: int64 arrays, built without data, files or MPI, equal on every rank. It holds the stored boxes of both
+sides, who reads and who writes them, and the slabs of every round; what one rank does in one round is expanded when it is due.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from reshard_mpi.boxes import Boxes, Ints, join, meet
+from reshard_mpi.plan.stored import StoredBoxes
+
+# Two buffers each to read and to write (one in use, one being filled or emptied), one each to send and to receive.
+BUFFERS = 6
+
+
+@dataclass(frozen=True)
+class ArrayTable:
+    """Stored arrays of one side, in the order (file, begin): int64, one row an array.
+
+    `digest` is a SHA-256 as four numbers, meaningful where `has_digest`. `hasher` is the rank that computes it: on the way
+    where it reads or writes all of the array itself, else by reading it back.
+    """
+
+    file: Ints
+    begin: Ints
+    nbytes: Ints
+    digest: Ints
+    has_digest: Ints
+    hasher: Ints
+
+
+@dataclass(frozen=True)
+class Side:
+    """The boxes of one side, tensor by tensor: rows `first[t]:first[t + 1]` belong to tensor t.
+
+    Row i lies in `array[i]` and is read or written by MPI rank `rank[i]`. `twin` is the first row with the same box of the
+    same tensor on the same rank: its bytes serve for all of them.
+    """
+
+    stored: StoredBoxes
+    array: Ints
+    rank: Ints
+    first: Ints
+    twin: Ints
+    arrays: ArrayTable
+
+    @property
+    def tensor(self) -> Ints:
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @property
+    def is_alone(self) -> np.ndarray:
+        """Of each array, whether its hasher reads or writes all of it itself."""
+        nothers = np.zeros(len(self.arrays.file), np.int64)
+        np.add.at(nothers, self.array, self.rank != self.arrays.hasher[self.array])
+        return nothers == 0
+
+    @property
+    def is_own(self) -> np.ndarray:
+        """Rows that are their own twin: each byte that a rank holds, once."""
+        return self.twin == np.arange(len(self.twin))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a rank needs to know. Slabs `round_first[k]:round_first[k + 1]` make round k.
+
+    No rank reads, sends, receives or writes more than `buffer_nbytes` in a round.
+    """
+
+    nranks: int
+    buffer_nbytes: int
+    source: Side
+    target: Side
+    slabs: Boxes
+    slab_tensor: Ints
+    round_first: Ints
+
+    @property
+    def nrounds(self) -> int:
+        return len(self.round_first) - 1
+
+    @property
+    def memory_nbytes(self) -> int:
+        """Bytes of all buffers of a rank."""
+        return BUFFERS * self.buffer_nbytes
+
+    def round_slabs(self, number: int) -> slice:
+        return slice(int(self.round_first[number]), int(self.round_first[number + 1]))
+
+
+def traffic(plan: Plan) -> Ints:
+    """Bytes that rank i brings to rank j, shape (nranks, nranks); the diagonal never enters MPI."""
+    own = np.flatnonzero(plan.target.is_own)
+    boxes = plan.target.stored.boxes.take(own)
+    i, j = join(plan.source.stored.boxes, boxes, plan.source.tensor, plan.target.tensor[own])
+    nbytes = meet(plan.source.stored.boxes.take(i), boxes.take(j)).volume
+    found = np.zeros((plan.nranks, plan.nranks), np.int64)
+    np.add.at(found, (plan.source.rank[i], plan.target.rank[own][j]), nbytes)
+    return found
+
+
+def plan_arrays(value: object) -> Iterator[Ints | int]:
+    """The numbers that a plan (or a part of one) is made of, in the order of its fields."""
+    if isinstance(value, int | np.ndarray):
+        yield value
+    else:
+        parts = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]  # type: ignore[arg-type]
+        for part in parts:
+            yield from plan_arrays(part)
+
+
+def plan_from_arrays(values: Sequence[Ints | int]) -> Plan:
+    """The plan whose `plan_arrays` are `values`."""
+    rest = iter(values)
+
+    def boxes() -> Boxes:
+        return Boxes(next(rest), next(rest))  # type: ignore[arg-type]
+
+    def side() -> Side:
+        stored = StoredBoxes(boxes(), next(rest), next(rest))  # type: ignore[arg-type]
+        array, rank, first, twin = (next(rest) for _ in range(4))
+        return Side(stored, array, rank, first, twin, ArrayTable(*(next(rest) for _ in fields(ArrayTable))))  # type: ignore[arg-type]
+
+    return Plan(next(rest), next(rest), side(), side(), boxes(), next(rest), next(rest))  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""What people are shown: the plan, and what a checkpoint holds."""
