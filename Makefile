@@ -67,6 +67,7 @@ run: .venv/.stamp-$(MPI)
 	@PATH="$$PWD/.venv/bin:$$PATH" mpirun -n 4 python -m reshard_mpi
 
 test: .venv/.stamp-$(MPI)-test .venv-$(OTHER_MPI)/.stamp
+	@echo 'running all tests (some minutes) ...'
 	@.venv/bin/python -m pytest $(ARGS)
 
 test-2 test-3 test-4: test-%: .venv/.stamp-$(MPI)-test

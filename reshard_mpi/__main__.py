@@ -11,6 +11,7 @@ import sys
 import traceback
 from typing import NoReturn
 
+from reshard_mpi import stop
 from reshard_mpi.cli import parse, tell
 from reshard_mpi.errors import Interrupted, ReshardError
 from reshard_mpi.launcher import Launch, check_world, find_launch
@@ -45,6 +46,7 @@ def _run_alone(options: argparse.Namespace) -> int:
         tell(error)
         return error.exit_code
     except KeyboardInterrupt:
+        tell("stopped by a signal")
         return Interrupted.exit_code
     except Exception:
         traceback.print_exc()
@@ -52,18 +54,20 @@ def _run_alone(options: argparse.Namespace) -> int:
 
 
 def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
+    stop.listen()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         if not launch.rank:
+            reason = str(error).split("\n")[0]
             tell(
-                f"mpi4py: found no MPI library to run on ({error}); pip install 'reshard_mpi[mpich]', or load the "
-                "MPI of your cluster"
+                f"mpi4py: found no MPI library to run on ({reason}); load the MPI of your cluster, or install the extra "
+                "mpich of reshard_mpi"
             )
         return BUG
     comm = MPI.COMM_WORLD
     try:
-        check_world(comm.size, launch, MPI.Get_library_version().split("\n")[0][:40].strip())
+        check_world(comm.size, launch, " ".join(MPI.Get_library_version().split("\n")[0].split())[:40])
         from reshard_mpi.commands import run_together
 
         code = run_together(comm, options)
@@ -73,13 +77,12 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
         if not comm.rank and not launch.rank:
             tell(error)
         return error.exit_code
-    except BaseException as error:
-        code = Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else BUG
+    except BaseException:
         sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
         sys.stdout.flush()
         sys.stderr.flush()
-        comm.Abort(code)
-        raise AssertionError("unreachable") from error
+        comm.Abort(BUG)
+        raise
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UsageError(self.prog, f"{message}; see {self.prog} --help")
+        raise UsageError("command line", f"{message}; see {self.prog} --help")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="reshard_mpi",
+        prog="python -m reshard_mpi",
         description="Turn a checkpoint saved by N ranks in one parallel topology into the shards of another.",
         epilog="Without a command: reshard the built-in sample into ./reshard-sample. "
         "Exit codes: 0 done, 1 different, 2 usage, 3 bad input, 4 integrity, 5 I/O, 6 can't be planned, 70 bug, 75 "

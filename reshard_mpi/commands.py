@@ -4,19 +4,20 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
-from reshard_mpi.errors import ReshardError, UsageError, first_to_tell
+from reshard_mpi.errors import ReshardError, UsageError, first_to_tell, plural
 from reshard_mpi.plan.prepare import Selection
-from reshard_mpi.report import size_text, summary_text, warn, write_report
+from reshard_mpi.report import warn, write_report
 from reshard_mpi.sample import write_sample
 from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
+from reshard_mpi.show.outcomes import comparison_text, demo_text, fault_facts, summary_text, verdict_facts, verdict_text
 from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of, refusals_text
 from reshard_mpi.storage.source import Source, load_alone
 
@@ -115,7 +116,7 @@ def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
             progress="off",
         )
         report = reshard(comm, job)
-    on_root(comm, lambda: _say(_demo_text(report)))
+    on_root(comm, lambda: _say(demo_text(report or {})))
     return 0
 
 
@@ -125,23 +126,6 @@ def _case_id(folder: Path) -> str | None:
         return found.get("case_id") if isinstance(found, dict) else None
     except (OSError, ValueError):
         return None
-
-
-def _demo_text(report: Mapping[str, Any] | None) -> str:
-    assert report is not None
-    return "\n".join(
-        [
-            f"Resharded the built-in sample: {report['source_topology']} (4 shards) -> single, with "
-            f"{report['nranks']} ranks, into ./{SAMPLE_OUT}/",
-            f"  one tensor, {size_text(report['phases']['write']['nbytes'])}; source digests, target digests and "
-            "the whole tensor's oracle hold",
-            "Next, on a checkpoint of your own (a folder with case.json and rank-00000.safetensors, ...):",
-            "  python -m reshard_mpi inspect SOURCE                                    what it holds",
-            "  python -m reshard_mpi plan SOURCE --target tp=4                         what would move",
-            "  mpirun -n 4 python -m reshard_mpi reshard SOURCE OUT --target tp=4      do it",
-            "  python -m reshard_mpi sample CHECKPOINT --size 1G --tp 2 --pp 2         or make one to try",
-        ]
-    )
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -164,13 +148,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _refused(faults: list[ReshardError], as_json: bool) -> int:
     if as_json:
-        _say_json(
-            {
-                "refusals": [
-                    {"exit_code": fault.exit_code, "where": fault.where, "message": fault.message} for fault in faults
-                ]
-            }
-        )
+        _say_json({"refusals": [fault_facts(fault) for fault in faults]})
     else:
         _say(refusals_text(faults))
     told = first_to_tell(faults)
@@ -202,7 +180,7 @@ def _sample(options: argparse.Namespace) -> int:
     sizes = {axis: getattr(options, axis) for axis in ("tp", "pp", "dp", "fsdp", "cp") if getattr(options, axis) > 1}
     case = write_sample(options.out, options.size, Mesh.of(sizes), options.dtype, options.seed, options.overwrite)
     ntensors = len({fragment.logical_tensor_id for fragment in case.fragments})
-    _say(f"{options.out}: {case.case_id}, {ntensors} tensors in {case.world_size} shards ({Mesh.of(sizes)})")
+    _say(f"{options.out}: {case.case_id}, {ntensors} tensors in {plural(case.world_size, 'shard')} ({Mesh.of(sizes)})")
     return 0
 
 
@@ -215,21 +193,10 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     def tell() -> None:
         assert verdict is not None
         warn(verdict.warnings)
-        counts = {name: getattr(verdict, name) for name in ("nfragments", "ndigests", "noracles", "nunverifiable")}
         if options.json:
-            faults = [
-                {"exit_code": fault.exit_code, "where": fault.where, "message": fault.message}
-                for fault in verdict.faults
-            ]
-            _say_json({"case": str(options.source), **counts, "faults": faults})
-            return
-        for fault in verdict.faults:
-            _say(f"fault (exit {fault.exit_code}): {fault}")
-        _say(
-            f"{options.source}: {verdict.nfragments} fragments, {verdict.ndigests} digests and {verdict.noracles} "
-            "oracles recomputed, "
-            f"{verdict.nunverifiable} fragments unverifiable, {len(verdict.faults)} faults"
-        )
+            _say_json({"case": str(options.source)} | verdict_facts(verdict))
+        else:
+            _say(verdict_text(options.source, verdict))
 
     on_root(comm, tell)
     raise_together(comm, first_to_tell(verdict.faults) if verdict else None)
@@ -244,19 +211,7 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
     def tell() -> int:
         assert found is not None
-        if options.json:
-            _say_json(found)
-        else:
-            for difference in found["differences"]:
-                detail = (
-                    f", first at {difference['first_index']}, {difference['count']} elements"
-                    if "count" in difference
-                    else ""
-                )
-                _say(f"{difference['tensor']}: {difference['what']}{detail}")
-            _say(
-                f"{'equal' if found['equal'] else 'different'}: {found['ntensors']} tensors, {len(found['differences'])} differ"
-            )
+        _say_json(found) if options.json else _say(comparison_text(found))
         return 0 if found["equal"] else 1
 
     return root_value(comm, tell)

@@ -59,9 +59,8 @@ class Interrupted(ReshardError):
 
 def storage_error(path: object, error: OSError, what: str) -> StorageError:
     """The StorageError that says of `path` what the operating system said while we tried to `what` it."""
-    return StorageError(
-        str(path), f"can't {what}: {error.strerror or error}; check the path, its permissions and free space"
-    )
+    advice = "the path and its permissions" if what in ("open", "read") else "its permissions and the free space"
+    return StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
 
 
 # SPEC section 4: of different faults on different ranks, bad input is told before a file that failed, and so on.
@@ -71,6 +70,14 @@ _TOLD_FIRST = {3: 0, 5: 1, 4: 2, 6: 3}
 def first_to_tell(errors: Iterable[ReshardError]) -> ReshardError | None:
     """The error that stands for all; of equal ones the earliest (errors come in rank order)."""
     return min(errors, key=lambda e: _TOLD_FIRST.get(e.exit_code, 4), default=None)
+
+
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "shard"), plural(0, "shard")
+    ('1 shard', '0 shards')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def names(items: Iterable[object], most: int = 5) -> str:

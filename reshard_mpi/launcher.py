@@ -16,6 +16,7 @@ _MPI_LAUNCHERS = (
     ("mpirun of MPICH", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
+TORCHRUN = "torchrun"
 NO_LAUNCHER = "no launcher"
 
 
@@ -38,7 +39,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         and environment.get("RANK", "").isdecimal()
         and environment.get("WORLD_SIZE", "").isdecimal()
     ):
-        return Launch("torchrun", int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+        return Launch(TORCHRUN, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
     return Launch(NO_LAUNCHER, 0, 1)
 
 
@@ -46,6 +47,10 @@ def check_world(nranks: int, launch: Launch, library: str) -> None:
     """UsageError unless MPI sees as many ranks as the launcher started: N worlds of one rank would each write the same output."""
     if launch.nranks == nranks or launch.name == NO_LAUNCHER:
         return
+    if launch.name == TORCHRUN:
+        raise UsageError(
+            launch.name, f"started {launch.nranks} processes that know nothing of each other; use mpirun or srun"
+        )
     raise UsageError(
         launch.name,
         f"started {launch.nranks} processes, but {library} sees a world of {nranks}; "

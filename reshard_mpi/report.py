@@ -44,6 +44,7 @@ class Progress:
     style: `auto`, `bar`, `plain` or `off`. Whether stdout is a terminal says nothing: Open MPI gives ranks one.
     """
 
+    SECONDS_TO_FIRST_LINE = 2.0
     SECONDS_BETWEEN_LINES = 10.0
 
     def __init__(self, total_nbytes: int, style: str):
@@ -52,7 +53,7 @@ class Progress:
         self._bar = None
         self._plain = style == "plain"
         self._total, self._done = total_nbytes, 0
-        self._told = time.monotonic()
+        self._told = time.monotonic() + self.SECONDS_TO_FIRST_LINE - self.SECONDS_BETWEEN_LINES
         if style == "bar":
             from tqdm import tqdm
 
@@ -84,7 +85,7 @@ class Progress:
 
 
 def rate_text(nbytes: int, seconds: float) -> str:
-    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
+    return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds >= 0.01 else "-"
 
 
 def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, Any]:
@@ -117,33 +118,6 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
         "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for rank in ranks),
         "ranks": list(ranks),
     }
-
-
-def summary_text(report: Mapping[str, Any]) -> str:
-    """A summary of at most ten lines."""
-    phases = report["phases"]
-    lines = [
-        f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
-        f"  {report['ntensors']} tensors, {report['nfragments']} fragments in {report['nshards']} shards, "
-        f"{report['nranks']} ranks, {report['nrounds']} rounds",
-    ]
-    for phase, data in phases.items():
-        lines.append(
-            f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  "
-            f"{rate_text(data['nbytes'], data['seconds']):>12}"
-        )
-    lines.append(
-        f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory "
-        f"{size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all"
-    )
-    verified = {
-        "none": "nothing was hashed",
-        "source": f"every fragment read holds its digest; {size_text(report['unread_replica_nbytes'])} of replicas "
-        "were compared by digest alone",
-        "full": "source, replicas, target and oracles hold their digests",
-    }
-    lines.append(f"  verified ({report['verify']}): {verified[report['verify']]}")
-    return "\n".join(lines)
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:

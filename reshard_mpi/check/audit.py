@@ -6,10 +6,11 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from reshard_mpi import stop
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
 from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
-from reshard_mpi.mpi.comm import ROOT
+from reshard_mpi.mpi.comm import ROOT, agreed
 from reshard_mpi.report import Progress
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.source import Source
@@ -34,12 +35,16 @@ def deal(
     mine = comm.scatter(shares if comm.rank == ROOT else None, root=ROOT)
     done: list[tuple[int, R | ReshardError]] = []
     shown = Progress(sum(nbytes(task) for _, task in mine), progress if comm.rank == ROOT else "off")
-    for number, task in mine:
-        try:
-            done.append((number, do(task)))
-        except ReshardError as error:
-            done.append((number, error))
-        shown.advance(nbytes(task))
+    with agreed(comm):
+        for number, task in mine:
+            stopped = stop.request()
+            if stopped:
+                raise stopped
+            try:
+                done.append((number, do(task)))
+            except ReshardError as error:
+                done.append((number, error))
+            shown.advance(nbytes(task))
     shown.close()
     gathered = comm.gather(done, root=ROOT)
     return [

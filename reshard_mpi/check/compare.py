@@ -124,4 +124,5 @@ def _verdict(
             {"tensor": tensor_id, "what": "bytes differ", "first_index": index, "count": difference.count}
         )
     differences.sort(key=lambda difference: difference["tensor"])
-    return {"equal": not differences, "ntensors": len(shapes), "differences": differences}
+    only_in_b = sum("only" in difference["what"] and difference["tensor"] not in shapes for difference in differences)
+    return {"equal": not differences, "ntensors": len(shapes) + only_in_b, "differences": differences}

@@ -91,7 +91,7 @@ def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tupl
         faults.append(
             InputError(
                 f"mesh axis {axis}",
-                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; give a rule for them with --layout",
+                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; say in topology.layout what it does",
             )
         )
     return layout, faults

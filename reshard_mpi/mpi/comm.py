@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from reshard_mpi import stop
 from reshard_mpi.boxes import Ints
 from reshard_mpi.errors import ReshardError, first_to_tell
 
@@ -45,8 +46,11 @@ def agreed(comm: MPI.Comm) -> Iterator[None]:
 
 
 def raise_together(comm: MPI.Comm, error: ReshardError | None) -> None:
-    """Collective: raise on all ranks the one error that stands for those of all ranks, if there is one."""
-    found = comm.allgather(error)
+    """Collective: raise on all ranks the one error that stands for those of all ranks, if there is one.
+
+    A signal that asked any rank to stop is such an error.
+    """
+    found = comm.allgather(error or stop.request())
     told = first_to_tell(error for error in found if error is not None)
     if told is not None:
         raise told

@@ -23,7 +23,7 @@ from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import Place, byte_form
 from reshard_mpi.storage.digests import digest_row
 from reshard_mpi.storage.safetensors import StoredArray, build_header
-from reshard_mpi.storage.source import Source
+from reshard_mpi.storage.source import Source, located
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,12 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
         layout, faults = target_layout(source.case, target, selection.layout)
-        return (None, faults) if faults else (outgoing_case(source.case, layout, target, kept), [])
+        if not faults:
+            return outgoing_case(source.case, layout, target, kept), []
     except ReshardError as fault:
-        return None, [fault]
+        faults = [fault]
+    located(source.folder, faults)
+    return None, faults
 
 
 def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepared:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
+from reshard_mpi import stop
 from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
 from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
@@ -65,10 +66,14 @@ def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
     local = _Local(source, prepared, partial) if source and prepared and partial else None
     try:
         written, measured = _write(comm, job, local)
-    except IntegrityError:
+    except IntegrityError as error:
         if local:
             local.partial.fail()
-        raise
+        raise IntegrityError(
+            error.where, f"{error.message}; what was written can't be continued: then use --restart"
+        ) from error
+    raise_together(comm, None)  # the last place to stop: what follows makes OUT visible
+    stop.shield()
     on_root(comm, lambda: _commit(local, written, job))
     return on_root(comm, lambda: _report(job, local, measured, time.perf_counter() - started))
 
@@ -266,6 +271,7 @@ def _report(job: Job, local: _Local | None, measured: Sequence[Mapping[str, Any]
         memory_nbytes=job.memory_nbytes,
         verify=job.verify,
         unread_replica_nbytes=unread,
+        noracles=len(case.oracles),
         warnings=local.source.warnings,
         seconds=round(seconds, 3),
     )

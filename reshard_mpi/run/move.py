@@ -8,17 +8,12 @@ writing                          write 0   write 1
 
 import os
 import resource
-import signal
-import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.errors import Interrupted
 from reshard_mpi.mpi.comm import Agreement, agreed, raise_together
 from reshard_mpi.mpi.exchange import Exchanger
 from reshard_mpi.plan.plan import Plan
@@ -49,16 +44,12 @@ class Moved:
 
 def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
     """Collective: every round of the plan, written durably. The error of any rank is raised on all."""
-    with (
-        Files(names.source_folder) as source,
-        Files(names.target_folder, os.O_RDWR) as target,
-        _stop_requested() as stop,
-    ):
+    with Files(names.source_folder) as source, Files(names.target_folder, os.O_RDWR) as target:
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
         writer = Writer(target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing)
         exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
-            _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, reading, writing), exchanger, stop, progress)
+            _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, reading, writing), exchanger, progress)
         digests: dict[int, bytes] = {}
         with agreed(comm):
             reader.finish()
@@ -111,35 +102,19 @@ class _Pipeline:
             write.result()
 
 
-def _run(
-    comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, stop: threading.Event, progress: Progress
-) -> None:
+def _run(comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, progress: Progress) -> None:
     for number in range(plan.nrounds):
         agreement = Agreement()
         with agreement.held():
             work, read_buffer = pipeline.round_read()
             pipeline.read_ahead(number + 1)
             write_buffer = pipeline.free_buffer(number)
-            if stop.is_set():
-                raise Interrupted("job", "stopped by a signal; the same command goes on")
         raise_together(comm, agreement.error)
         exchanger.exchange(work, read_buffer, write_buffer)
         pipeline.write_behind(number, work)
         progress.advance(int(plan.slabs.take(plan.round_slabs(number)).volume.sum()))
     with agreed(comm):
         pipeline.finish()
-
-
-@contextmanager
-def _stop_requested() -> Iterator[threading.Event]:
-    """An event, set by the signals that ask for an orderly end. The handler only sets it: all ranks stop at the same round."""
-    event = threading.Event()
-    before = {number: signal.signal(number, lambda *_: event.set()) for number in (signal.SIGUSR1, signal.SIGTERM)}
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _measured(reader: Reader, writer: Writer, exchanger: Exchanger) -> dict[str, int | float]:

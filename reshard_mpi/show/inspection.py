@@ -1,26 +1,17 @@
 """The `inspect` command: what a checkpoint holds, and the tiles of one tensor."""
 
-import math
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard_mpi.checkpoint.checks import box_text
-from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import Case, Fragment, Rule, Stages, by_tensor
+from reshard_mpi.checkpoint.manifest import Case, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import UsageError, names
+from reshard_mpi.errors import UsageError, names, plural
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.report import size_text, topology_text
+from reshard_mpi.show.tensors import layout_text, tensor_facts, tensor_lines
 from reshard_mpi.storage.source import Source
-
-MOST_LINES = 60
-
-
-def rule_text(axis: str, rule: Rule) -> str:
-    """`tp splits 0`, `dp replicates`, `pp at 1 of 2`."""
-    if isinstance(rule, Stages):
-        return f"{axis} at {','.join(map(str, rule.stages))} of {rule.of}"
-    return f"{axis} replicates" if rule == "replicate" else f"{axis} splits {rule}"
 
 
 def case_facts(source: Source) -> dict[str, Any]:
@@ -28,8 +19,7 @@ def case_facts(source: Source) -> dict[str, Any]:
     case = source.case
     layout, _ = target_layout(case, Mesh(()))  # only what is known: nothing is asked of it
     tensors = [
-        _tensor_facts(fragments, layout[tensor_id])
-        for tensor_id, fragments in sorted(by_tensor(case.fragments).items())
+        tensor_facts(fragments, layout[tensor_id]) for tensor_id, fragments in sorted(by_tensor(case.fragments).items())
     ]
     return {
         "case_id": case.case_id,
@@ -53,21 +43,6 @@ def case_facts(source: Source) -> dict[str, Any]:
     }
 
 
-def _tensor_facts(fragments: Sequence[Fragment], rules: Mapping[str, Rule]) -> dict[str, Any]:
-    like = fragments[0]
-    return {
-        "tensor": like.logical_tensor_id,
-        "fqn": like.fqn,
-        "component": like.component_id,
-        "role": like.role,
-        "dtype": like.dtype,
-        "shape": list(like.global_shape),
-        "nbytes": math.prod(like.global_shape) * DTYPES[like.dtype].nbits // 8,
-        "nfragments": len(fragments),
-        "layout": [rule_text(axis, rule) for axis, rule in rules.items()],
-    }
-
-
 def _bytes_by_dtype(tensors: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for tensor in tensors:
@@ -85,33 +60,27 @@ def _ties(case: Case) -> dict[str, list[str]]:
 
 def case_text(facts: Mapping[str, Any]) -> str:
     """The checkpoint for people."""
+    dtypes = ", ".join(f"{dtype} {size_text(nbytes)}" for dtype, nbytes in facts["dtypes"].items())
     lines = [
-        f"{facts['case_id']}: {topology_text(facts['source_topology'])}, {facts['world_size']} shards, default "
-        f"target {topology_text(facts['target_topology'])}",
-        f"{facts['ntensors']} tensors of {size_text(facts['nbytes'])} "
-        f"({', '.join(f'{dtype} {size_text(n)}' for dtype, n in facts['dtypes'].items())}), "
-        f"{facts['nfragments']} fragments, of which {facts['nreplicas']} replicas, {facts['npadded']} padded, "
-        f"{facts['nwithout_digest']} without digest",
+        f"{facts['case_id']}: {topology_text(facts['source_topology'])}, {plural(facts['world_size'], 'shard')}, "
+        f"default target {topology_text(facts['target_topology'])}",
+        f"{plural(facts['ntensors'], 'tensor')}, {size_text(facts['nbytes'])} ({dtypes})",
+        f"{plural(facts['nfragments'], 'fragment')}: {facts['nreplicas']} replicas of others, {facts['npadded']} padded, "
+        f"{facts['nwithout_digest']} without digest; {plural(len(facts['oracles']), 'oracle')}",
     ]
     lines += [f"tied as {tie}: {names(tied)}" for tie, tied in facts["ties"].items()]
-    width = min(max((len(tensor["tensor"]) for tensor in facts["tensors"]), default=0), 60)
-    for tensor in facts["tensors"][:MOST_LINES]:
-        lines.append(
-            f"  {tensor['tensor']:<{width}}  {tensor['dtype']:<9} "
-            f"{'x'.join(map(str, tensor['shape'])) or 'scalar':<14} {size_text(tensor['nbytes']):>10}  "
-            f"{tensor['nfragments']:>4} fragments  {'; '.join(tensor['layout'])}"
-        )
-    if len(facts["tensors"]) > MOST_LINES:
-        lines.append(f"  ... and {len(facts['tensors']) - MOST_LINES} more (--json has all)")
-    return "\n".join(lines)
+    return "\n".join(lines + tensor_lines(facts["tensors"], facts["source_topology"]))
 
 
 def tensor_tiles(source: Source, name: str) -> dict[str, Any]:
     """The tiles of the tensor with this id or fqn; UsageError when there is none, or more than one."""
     tensors = by_tensor(source.case.fragments)
     found = [name] if name in tensors else sorted(t for t, fragments in tensors.items() if fragments[0].fqn == name)
-    if len(found) != 1:
-        raise UsageError(name, f"names {len(found)} tensors ({names(found or sorted(tensors))}); give the id of one")
+    if not found:
+        near = difflib.get_close_matches(name, tensors, cutoff=0.3) or sorted(tensors)
+        raise UsageError(name, f"names no tensor; the nearest are {names(near)}")
+    if len(found) > 1:
+        raise UsageError(name, f"is the fqn of {len(found)} tensors; give the id of one: {names(found)}")
     layout, _ = target_layout(source.case, Mesh(()))
     tiles = [
         {
@@ -129,23 +98,20 @@ def tensor_tiles(source: Source, name: str) -> dict[str, Any]:
         }
         for f in sorted(tensors[found[0]], key=lambda f: (f.rank, f.element_offset))
     ]
-    return _tensor_facts(tensors[found[0]], layout[found[0]]) | {"tiles": tiles}
+    mesh_axes = {"source_topology": dict(source.case.topology.source)}
+    return tensor_facts(tensors[found[0]], layout[found[0]]) | mesh_axes | {"tiles": tiles}
 
 
 def tiles_text(facts: Mapping[str, Any]) -> str:
     """The tiles for people."""
-    lines = [
-        f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; "
-        f"{'; '.join(facts['layout']) or 'whole'}"
-    ]
+    layout = layout_text(facts["layout"], facts["source_topology"]) or "whole"
+    lines = [f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {layout}"]
     for tile in facts["tiles"]:
         marks = [f"{axis} {index}" for axis, index in tile["coordinates"].items()]
-        marks += [f"replica {tile['replica'][0]} of {tile['replica'][1]}"] if tile["replica"][1] > 1 else []
-        marks += (
-            [f"stored as {tile['stored_shape']} ({tile['padding']})"] if tile["stored_shape"] != tile["extent"] else []
-        )
-        lines.append(
-            f"  rank {tile['rank']:>5}  {box_text(tile['offset'], tile['extent'])}  {', '.join(marks)}  "
-            f"{tile['file']}:{tile['key']}"
-        )
+        if tile["replica"][1] > 1:
+            marks.append(f"replica {tile['replica'][0]} of {tile['replica'][1]}")
+        if tile["stored_shape"] != tile["extent"]:
+            marks.append(f"stored as {tile['stored_shape']} ({tile['padding']})")
+        box = box_text(tile["offset"], tile["extent"])
+        lines.append(f"  rank {tile['rank']:>5}  {box}  {', '.join(marks)}  {tile['file']}:{tile['key']}")
     return "\n".join(lines)

@@ -4,17 +4,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from reshard_mpi.errors import ReshardError, names
-from reshard_mpi.plan.plan import Side, traffic
+from reshard_mpi.checkpoint.manifest import by_tensor
+from reshard_mpi.errors import ReshardError, names, plural
+from reshard_mpi.plan.plan import Side, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import size_text, topology_text
+from reshard_mpi.show.tensors import tensor_facts, tensor_lines
 from reshard_mpi.storage.source import Source
 
 MOST_LINES = 40
+RUNNING_NBYTES = 60 << 20  # of a rank that does nothing: Python, numpy, MPI
+FRAGMENT_NBYTES = 4096  # of rank 0, for a fragment of source or target
 
 
 def refusals_of(
@@ -38,6 +41,7 @@ def refusals_of(
 def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
     """What the plan says, as JSON values; bytes and ranks are of MPI ranks unless `shard` is in the name."""
     plan, case = prepared.plan, prepared.outgoing.case
+    tensors = by_tensor(case.fragments)
     moved = traffic(plan)
     away = moved.sum(axis=1) - np.diagonal(moved)
     read, written = (_nbytes_of_ranks(side, plan.nranks) for side in (plan.source, plan.target))
@@ -63,7 +67,8 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
         "ranks": ranks,
         "traffic_nbytes": moved.tolist(),
         "shards": _shards(prepared),
-        "layout": msgspec.to_builtins(case.topology.layout),
+        "tensors": [tensor_facts(tensors[t], rules) for t, rules in sorted((case.topology.layout or {}).items())],
+        "peak_nbytes": _peak_nbytes(source, prepared),
         "warnings": source.warnings,
         "refusals": [],
     }
@@ -99,21 +104,28 @@ def _shards(prepared: Prepared) -> list[dict[str, Any]]:
     ]
 
 
+def _peak_nbytes(source: Source, prepared: Prepared) -> int:
+    """The memory of rank 0, about: Python and MPI, its buffers, the plan twice (as made, as sent), the manifests."""
+    plan_nbytes = sum(value.nbytes for value in plan_arrays(prepared.plan) if isinstance(value, np.ndarray))
+    nfragments = len(source.case.fragments) + len(prepared.outgoing.case.fragments)
+    return RUNNING_NBYTES + prepared.plan.memory_nbytes + 2 * plan_nbytes + nfragments * FRAGMENT_NBYTES
+
+
 def plan_text(facts: Mapping[str, Any]) -> str:
     """The plan for people."""
+    topologies = [topology_text(facts[f"{side}_topology"]) for side in ("source", "target")]
     lines = [
-        f"{facts['source']}: {topology_text(facts['source_topology'])} -> "
-        f"{topology_text(facts['target_topology'])}, {facts['nranks']} ranks, {facts['nrounds']} rounds",
-        f"read {size_text(facts['read_nbytes'])}, sent {size_text(facts['sent_nbytes'])}, written "
-        f"{size_text(facts['written_nbytes'])}; "
-        f"buffers of a rank {size_text(facts['buffers_nbytes'])}",
+        f"{facts['source']}: {topologies[0]} -> {topologies[1]}, {plural(facts['nranks'], 'rank')}, "
+        f"{plural(facts['nrounds'], 'round')}",
+        f"read {size_text(facts['read_nbytes'])}, sent {size_text(facts['sent_nbytes'])}, "
+        f"written {size_text(facts['written_nbytes'])}; "
+        f"a rank needs about {size_text(facts['peak_nbytes'])}, of which {size_text(facts['buffers_nbytes'])} buffers",
         "",
-        f"{'rank':>6}{'reads':>12}{'sends':>12}{'writes':>12}",
+        f"{'rank':>6}{'reads':>12}{'sends':>12}{'writes':>12}   (a part for several ranks is sent to each)",
     ]
-    lines += [
-        f"{rank['rank']:>6}{size_text(rank['read_nbytes']):>12}{size_text(rank['sent_nbytes']):>12}{size_text(rank['written_nbytes']):>12}"
-        for rank in facts["ranks"][:MOST_LINES]
-    ]
+    for rank in facts["ranks"][:MOST_LINES]:
+        sizes = (size_text(rank[f"{what}_nbytes"]) for what in ("read", "sent", "written"))
+        lines.append(f"{rank['rank']:>6}" + "".join(f"{size:>12}" for size in sizes))
     lines += ["", f"{'target shard':<26}{'fragments':>10}{'bytes':>12}  from source shards"]
     for shard in facts["shards"][:MOST_LINES]:
         lines.append(
@@ -121,7 +133,9 @@ def plan_text(facts: Mapping[str, Any]) -> str:
             f"{names(shard['source_shards'], most=8) or '-'}"
         )
     left = max(len(facts["ranks"]), len(facts["shards"])) - MOST_LINES
-    return "\n".join([*lines, *([f"... and {left} more (--json has all)"] if left > 0 else [])])
+    lines += [f"... and {left} more (--json has all)"] if left > 0 else []
+    lines += ["", "in the target:", *tensor_lines(facts["tensors"], facts["target_topology"])]
+    return "\n".join([*lines, "", "Headers were read, bytes were not: `verify` checks them."])
 
 
 def refusals_text(faults: list[ReshardError]) -> str:

@@ -79,6 +79,7 @@ def open_source(folder: Path) -> Source:
     with _no_garbage_collection():
         parsed = parse_case(read_text(folder, CASE_FILE, LARGEST_MANIFEST), str(folder / CASE_FILE))
         findings = check_case(parsed)
+    located(folder, findings.faults)
     source = Source(folder, parsed, findings, warnings=list(parsed.warnings))
     missing = sum(fragment.fragment_digest is None for fragment in parsed.case.fragments)
     if missing:
@@ -87,6 +88,13 @@ def open_source(folder: Path) -> Source:
             "bytes can't be checked"
         )
     return source
+
+
+def located(folder: Path, faults: Iterable[ReshardError]) -> None:
+    """Say of faults in a manifest in which folder it lies."""
+    for fault in faults:
+        if fault.where.startswith(CASE_FILE):
+            fault.where = str(folder / fault.where)
 
 
 def read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, dict[str, StoredArray]], list[ReshardError]]:

@@ -1,0 +1,95 @@
+"""How a command ended, in words: a job, the sample, a verification, a comparison."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reshard_mpi.errors import ReshardError, plural
+from reshard_mpi.report import rate_text, size_text
+
+if TYPE_CHECKING:
+    from reshard_mpi.check.verify import Verdict
+
+
+def summary_text(report: Mapping[str, Any]) -> str:
+    """A job, in at most ten lines."""
+    counts = (
+        ("ntensors", "tensor"),
+        ("nfragments", "fragment"),
+        ("nshards", "shard"),
+        ("nranks", "rank"),
+        ("nrounds", "round"),
+    )
+    lines = [
+        f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
+        "  " + ", ".join(plural(report[count], noun) for count, noun in counts),
+    ]
+    for phase, data in report["phases"].items():
+        rate = rate_text(data["nbytes"], data["seconds"])
+        lines.append(f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate:>12}")
+    lines += [
+        f"  busiest rank {report['busiest_over_mean']:.2f} of the mean, peak memory "
+        f"{size_text(report['peak_rss_nbytes'])} a rank, {report['seconds']:.2f} s in all",
+        f"  verified ({report['verify']}): {_verified_text(report)}",
+    ]
+    return "\n".join(lines)
+
+
+def _verified_text(report: Mapping[str, Any]) -> str:
+    if report["verify"] == "none":
+        return "nothing was hashed"
+    if report["verify"] == "full":
+        return f"source, replicas and target hold their digests; {plural(report['noracles'], 'oracle')} checked"
+    unread = report["unread_replica_nbytes"]
+    rest = f"; {size_text(unread)} of replicas were compared by digest alone" if unread else ""
+    return f"every fragment read holds its digest{rest}"
+
+
+def demo_text(report: Mapping[str, Any]) -> str:
+    """The built-in sample, in at most ten lines."""
+    return "\n".join(
+        [
+            f"Resharded the built-in sample: {report['source_topology']} (4 shards) -> single, with "
+            f"{plural(report['nranks'], 'rank')}, into ./{report['out']}/",
+            f"  one tensor, {size_text(report['phases']['write']['nbytes'])}; its fragments, the file written and the "
+            "whole tensor hold their digests",
+            "Next, on a checkpoint of your own (a folder with case.json and rank-00000.safetensors, ...):",
+            "  python -m reshard_mpi inspect SOURCE                                    what it holds",
+            "  python -m reshard_mpi plan SOURCE --target tp=4                         what would move",
+            "  mpirun -n 4 python -m reshard_mpi reshard SOURCE OUT --target tp=4      do it",
+            "  python -m reshard_mpi sample CHECKPOINT --size 1G --tp 2 --pp 2         or make one to try",
+        ]
+    )
+
+
+def fault_facts(fault: ReshardError) -> dict[str, Any]:
+    return {"exit_code": fault.exit_code, "where": fault.where, "message": fault.message}
+
+
+def verdict_facts(verdict: "Verdict") -> dict[str, Any]:
+    """A verification, as JSON values."""
+    counts = {name: getattr(verdict, name) for name in ("nfragments", "ndigests", "noracles", "nunverifiable")}
+    return {**counts, "faults": [fault_facts(fault) for fault in verdict.faults]}
+
+
+def verdict_text(source: object, verdict: "Verdict") -> str:
+    """A verification: a line a fault, and what was looked at."""
+    lines = [f"fault (exit {fault.exit_code}): {fault}" for fault in verdict.faults]
+    lines.append(
+        f"{source}: {plural(verdict.nfragments, 'fragment')}, {plural(verdict.ndigests, 'digest')} and "
+        f"{plural(verdict.noracles, 'oracle')} recomputed, {plural(verdict.nunverifiable, 'fragment')} unverifiable, "
+        f"{plural(len(verdict.faults), 'fault')}"
+    )
+    return "\n".join(lines)
+
+
+def comparison_text(found: Mapping[str, Any]) -> str:
+    """A comparison: a line a tensor that differs, and the count."""
+    lines = []
+    for difference in found["differences"]:
+        detail = ""
+        if "count" in difference:
+            detail = f", first at {difference['first_index']}, {plural(difference['count'], 'element')}"
+        lines.append(f"{difference['tensor']}: {difference['what']}{detail}")
+    result = "equal" if found["equal"] else "different"
+    lines.append(f"{result}: {plural(found['ntensors'], 'tensor')}, {len(found['differences'])} of them differ")
+    return "\n".join(lines)
