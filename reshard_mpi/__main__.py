@@ -7,7 +7,9 @@ the rank that has it prints its traceback and ends the whole job.
 import argparse
 import contextlib
 import io
+import os
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -17,6 +19,7 @@ from reshard_mpi.errors import Interrupted, ReshardError
 from reshard_mpi.launcher import Launch, check_world, find_launch
 
 BUG = 70
+SECONDS_FOR_RANK_0 = 2.0
 
 
 def main() -> NoReturn:
@@ -34,7 +37,14 @@ def _options(launch: Launch) -> argparse.Namespace:
     except ReshardError as error:
         if not launch.rank:
             tell(error)
+        _leave_after_rank_0(launch)
         sys.exit(error.exit_code)
+
+
+def _leave_after_rank_0(launch: Launch) -> None:
+    """Open MPI kills the others as soon as one rank leaves with an error: rank 0 must have said why."""
+    if launch.rank:
+        time.sleep(SECONDS_FOR_RANK_0)
 
 
 def _run_alone(options: argparse.Namespace) -> int:
@@ -64,6 +74,7 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
                 f"mpi4py: found no MPI library to run on ({reason}); load the MPI of your cluster, or install the extra "
                 "mpich of reshard_mpi"
             )
+        _leave_after_rank_0(launch)
         return BUG
     comm = MPI.COMM_WORLD
     try:
@@ -82,7 +93,7 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         comm.Abort(BUG)
-        raise
+        os._exit(BUG)  # MPICH's Abort may return
 
 
 if __name__ == "__main__":

@@ -35,14 +35,14 @@ class Boxes(NamedTuple):
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
 
 
-def chunk(nelems: int, nparts: int, part: int) -> tuple[int, int]:
-    """Part `part` of `nelems` elements cut into `nparts` as `torch.chunk` cuts, as a half-open interval.
+def chunk(nelems: Ints | int, nparts: int, part: Ints | int) -> tuple[Ints, Ints]:
+    """Part `part` of `nelems` elements cut into `nparts` as `torch.chunk` cuts, as half-open intervals; arrays or numbers.
 
-    >>> [chunk(5, 4, i) for i in range(4)]
+    >>> [tuple(map(int, chunk(5, 4, i))) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     step = -(-nelems // nparts)
-    return min(part * step, nelems), min((part + 1) * step, nelems)
+    return np.minimum(part * step, nelems), np.minimum((part + 1) * step, nelems)
 
 
 def array_split_part(nitems: int, nparts: int, item: int) -> int:

@@ -14,6 +14,7 @@ from reshard_mpi.errors import UsageError
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
 DEFAULT_MEMORY = "256M"
+SOURCE_HELP = "the folder of a checkpoint case"
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -92,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder of a checkpoint case")
     parser.add_argument(
         "--target",
         type=_target,
@@ -131,6 +131,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_reshard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=SOURCE_HELP)
     _add_selection(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
@@ -139,7 +140,12 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, nargs="?", metavar="SOURCE", help=SOURCE_HELP)
     _add_selection(parser)
+    parser.add_argument("--simulate", metavar="MODEL", help="plan for a model without files: llama-405b, moe-256, ...")
+    parser.add_argument(
+        "--from", type=_target, dest="source_mesh", metavar="AXES", help="the topology of --simulate's source"
+    )
     parser.add_argument(
         "--ranks",
         type=_count,

@@ -13,12 +13,14 @@ from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
 from reshard_mpi.errors import ReshardError, UsageError, first_to_tell, plural
+from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Selection
-from reshard_mpi.report import warn, write_report
+from reshard_mpi.report import check_report, warn, write_report
 from reshard_mpi.sample import write_sample
 from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
 from reshard_mpi.show.outcomes import comparison_text, demo_text, fault_facts, summary_text, verdict_facts, verdict_text
 from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of, refusals_text
+from reshard_mpi.show.simulation import simulate, simulation_text
 from reshard_mpi.storage.source import Source, load_alone
 
 if TYPE_CHECKING:
@@ -46,14 +48,17 @@ def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     }
     if options.command in together:
         return together[options.command](comm, options)
-    if getattr(options, "ranks", 0) is None:
+    if getattr(options, "ranks", 0) is None and options.simulate is None:
         options.ranks = comm.size
     return root_value(comm, lambda: run_alone(options))
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough (`| head`); nothing more goes there, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_json(facts: object) -> None:
@@ -79,6 +84,8 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         restart=options.restart,
         progress=options.progress,
     )
+    if options.report:
+        on_root(comm, lambda: check_report(options.report))
     report = reshard(comm, job)
 
     def tell() -> None:
@@ -128,7 +135,22 @@ def _case_id(folder: Path) -> str | None:
         return None
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    if options.source is not None or options.source_mesh is None or options.target is None:
+        raise UsageError("--simulate", "takes --from AXES and --target AXES, and no SOURCE")
+    nranks = options.ranks or options.source_mesh.size
+    writers = "owner" if options.writers == "owner" else "shared"
+    resources = Resources(nranks, round_nbytes_of(options.memory), writers, options.verify != "none")
+    facts = simulate(options.simulate, options.source_mesh, options.target, resources)
+    _say_json(facts) if options.json else _say(simulation_text(facts))
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
+    if options.simulate is not None:
+        return _simulate(options)
+    if options.source is None:
+        raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
     source = load_alone(options.source)
     prepared, faults = refusals_of(
         source,

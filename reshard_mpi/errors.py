@@ -59,7 +59,9 @@ class Interrupted(ReshardError):
 
 def storage_error(path: object, error: OSError, what: str) -> StorageError:
     """The StorageError that says of `path` what the operating system said while we tried to `what` it."""
-    advice = "the path and its permissions" if what in ("open", "read") else "its permissions and the free space"
+    advice = (
+        "the path and its permissions" if what in ("open", "read", "look at") else "its permissions and the free space"
+    )
     return StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
 
 

@@ -1,13 +1,15 @@
 """What the user sees: progress on stderr, the summary at the end, numbers with units."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard_mpi.errors import storage_error
+from reshard_mpi.checkpoint.mesh import Mesh
+from reshard_mpi.errors import StorageError, storage_error
 
 
 def size_text(nbytes: float) -> str:
@@ -24,12 +26,8 @@ def size_text(nbytes: float) -> str:
 
 
 def topology_text(topology: Mapping[str, int]) -> str:
-    """`pp=2,tp=2`, or `single`."""
-    return (
-        "single"
-        if dict(topology) == {"world_size": 1}
-        else ",".join(f"{axis}={size}" for axis, size in topology.items())
-    )
+    """`pp=2,tp=2` in rank order, or `single`."""
+    return "single" if dict(topology) == {"world_size": 1} else str(Mesh.of(topology))
 
 
 def warn(messages: Sequence[str]) -> None:
@@ -118,6 +116,12 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
         "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for rank in ranks),
         "ranks": list(ranks),
     }
+
+
+def check_report(path: Path) -> None:
+    """StorageError, before anything is done, when a report can't be written to `path`."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise StorageError(str(path), "can't be written to; give --report a file in a folder that is there")
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:

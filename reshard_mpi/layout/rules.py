@@ -14,7 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from reshard_mpi.boxes import array_split_part, chunk
+import numpy as np
+
+from reshard_mpi.boxes import Ints, array_split_part, chunk
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Rule, Stages, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 from reshard_mpi.errors import InputError, ReshardError, names
@@ -220,35 +222,51 @@ def _axes_followed(lines: list[Line]) -> set[int]:
 
 def target_boxes(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> list[tuple[int, Box]]:
     """(rank, box) of every target rank that holds the tensor, by rank; parts without elements included."""
-    sizes = target.split_axes
+    ranks, offset, extent = boxes_of(tensor, rules, target, stacks)
+    return [
+        (rank, (tuple(start), tuple(size)))
+        for rank, start, size in zip(ranks.tolist(), offset.tolist(), extent.tolist(), strict=True)
+    ]
+
+
+def boxes_of(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> tuple[Ints, Ints, Ints]:
+    """As `target_boxes`, in arrays: ranks (n,), offsets (n, naxes), extents (n, naxes)."""
     stages = {
-        axis: _stages(axis, size, rule, tensor, stacks)
-        for axis, size in sizes.items()
+        axis: tuple(sorted(_stages(axis, size, rule, tensor, stacks)))
+        for axis, size in target.split_axes.items()
         if isinstance(rule := rules[axis], Stages)
     }
-    splits: defaultdict[int, list[str]] = defaultdict(list)
-    for axis in nesting_order(sizes):
-        rule = rules[axis]
-        if isinstance(rule, int):
-            splits[rule].append(axis)
-    found = []
-    for rank in range(target.size):
-        coordinates = target.coordinates(rank)
-        if all(coordinates[axis] in held for axis, held in stages.items()):
-            found.append((rank, _box(tensor.shape, splits, sizes, coordinates)))
-    return found
+    splits = {axis: rule for axis in target.split_axes if isinstance(rule := rules[axis], int)}
+    return _mesh_boxes(tensor.shape, tuple(splits.items()), tuple(stages.items()), target)
 
 
-def _box(
-    shape: tuple[int, ...], splits: Mapping[int, list[str]], sizes: Mapping[str, int], coordinates: Mapping[str, int]
-) -> Box:
-    offset, extent = [0] * len(shape), list(shape)
-    for tensor_axis, mesh_axes in splits.items():
-        for axis in mesh_axes:
-            start, stop = chunk(extent[tensor_axis], sizes[axis], coordinates[axis])
-            offset[tensor_axis] += start
-            extent[tensor_axis] = stop - start
-    return tuple(offset), tuple(extent)
+@lru_cache(maxsize=64)  # the layers of a model repeat each other
+def _mesh_boxes(
+    shape: tuple[int, ...],
+    splits: tuple[tuple[str, int], ...],
+    stages: tuple[tuple[str, tuple[int, ...]], ...],
+    mesh: Mesh,
+) -> tuple[Ints, Ints, Ints]:
+    """Which ranks of the mesh hold a tensor of `shape`, and which box: ranks (n,), offsets (n, naxes), extents (n, naxes).
+
+    `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it.
+    Parts are cut as by `torch.chunk`; mesh axes on one tensor axis nest.
+    """
+    sizes = dict(mesh.axes)
+    coordinates = dict(zip(sizes, np.unravel_index(np.arange(mesh.size), tuple(sizes.values()) or (1,)), strict=False))
+    holds = np.ones(mesh.size, bool)
+    for axis, held in stages:
+        holds &= np.isin(coordinates[axis], held)
+    ranks = np.flatnonzero(holds)
+    offset = np.zeros((len(ranks), len(shape)), np.int64)
+    extent = np.tile(np.array(shape, np.int64), (len(ranks), 1))
+    tensor_axis_of = dict(splits)
+    for axis in nesting_order(tensor_axis_of):
+        column = tensor_axis_of[axis]
+        start, stop = chunk(extent[:, column], sizes[axis], coordinates[axis][ranks])
+        offset[:, column] += start
+        extent[:, column] = stop - start
+    return ranks, offset, extent
 
 
 def _stages(axis: str, size: int, rule: Stages, tensor: Tensor, stacks: Stacks) -> set[int]:

@@ -80,7 +80,7 @@ def broadcast_arrays(comm: MPI.Comm, values: list[Ints | int] | None) -> list[In
         root=ROOT,
     )
     if values is not None:
-        flat = np.concatenate([np.ravel(np.asarray(value, np.int64)) for value in values])
+        flat = np.concatenate([np.empty(0, np.int64), *(np.ravel(np.asarray(value, np.int64)) for value in values)])
     else:
         flat = np.empty(sum(1 if shape is None else int(np.prod(shape)) for shape in shapes), np.int64)
     for first in range(0, len(flat), 1 << 24):  # counts of a message stay far below 2**31

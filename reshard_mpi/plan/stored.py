@@ -11,7 +11,7 @@ the whole tensor and (without padding on later axes) of every stored box too.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -101,7 +101,26 @@ def byte_form(shape: tuple[int, ...], nbits: int, places: tuple[Place, ...], whe
     >>> form.shape, form.boxes.start.tolist(), form.boxes.stop.tolist()
     ((48,), [[0], [24]], [[24], [48]])
     """
-    columns = [_column(size, places, axis) for axis, size in enumerate(shape)] or [_Column.whole(1, len(places))]
+    offset, extent, before, local = (
+        np.array(part, np.int64).reshape(len(places), len(shape)) for part in zip(*places, strict=True)
+    )
+    return byte_form_of_arrays(shape, nbits, offset, extent, before, local, where)
+
+
+def byte_form_of_arrays(
+    shape: tuple[int, ...],
+    nbits: int,
+    offset: Ints,
+    extent: Ints,
+    before: Ints,
+    local_shape: Ints,
+    where: str = "tensor",
+) -> ByteForm:
+    """As `byte_form`, with places as arrays of shape (nplaces, naxes)."""
+    columns = [
+        _Column(size, offset[:, axis], offset[:, axis] + extent[:, axis], before[:, axis], local_shape[:, axis])
+        for axis, size in enumerate(shape)
+    ] or [_Column.whole(1, len(offset))]
     merged = [columns[-1]]
     for column in reversed(columns[:-1]):
         inner = merged[-1]
@@ -114,9 +133,9 @@ def byte_form(shape: tuple[int, ...], nbits: int, places: tuple[Place, ...], whe
     local = np.stack([column.local for column in merged], axis=1)
     stride = np.ones_like(local)
     stride[:, :-1] = np.cumprod(local[:, :0:-1], axis=1)[:, ::-1]
-    before = np.stack([column.before for column in merged], axis=1)
+    skipped = np.stack([column.before for column in merged], axis=1)
     start, stop = (np.stack([getattr(column, side) for column in merged], axis=1) for side in ("start", "stop"))
-    return ByteForm(tuple(column.size for column in merged), Boxes(start, stop), stride, (before * stride).sum(axis=1))
+    return ByteForm(tuple(column.size for column in merged), Boxes(start, stop), stride, (skipped * stride).sum(axis=1))
 
 
 @dataclass(frozen=True)
@@ -158,11 +177,6 @@ class _Column:
             self.size * nbits // 8,
             *(numbers * nbits // 8 for numbers in (self.start, self.stop, self.before, self.local)),
         )
-
-
-def _column(size: int, places: Sequence[Place], axis: int) -> _Column:
-    offset, extent, before, local = (np.array([place[part][axis] for place in places], np.int64) for part in range(4))
-    return _Column(size, offset, offset + extent, before, local)
 
 
 def padded_to(naxes: int, numbers: Ints, fill: int) -> Ints:

@@ -23,22 +23,34 @@ LOCK = "lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def partial_of(out: Path) -> Path:
+    """The folder in which `out` is prepared."""
+    return out.with_name(out.name + ".partial")
+
+
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """UsageError unless OUT may be written: apart from SOURCE, and not there yet (or a case that may be replaced)."""
-    here, there = Path(os.path.realpath(source)), Path(os.path.realpath(out))
-    if here == there or here in there.parents or there in here.parents:
-        raise UsageError(str(out), f"is equal to, inside or around the source {source}; write to another folder")
+    if out.name in ("", "..") or out.is_symlink() or partial_of(out).is_symlink():
+        raise UsageError(str(out), "is no name for a new folder, or a link; choose another folder")
+    here = Path(os.path.realpath(source))
+    for path in (out, partial_of(out)):
+        there = Path(os.path.realpath(path))
+        if here == there or here in there.parents or there in here.parents:
+            raise UsageError(str(path), f"is equal to, inside or around the source {source}; write to another folder")
     check_out(out, overwrite)
 
 
 def check_out(out: Path, overwrite: bool) -> None:
     """UsageError when `out` is there and may not be replaced."""
-    if not os.path.lexists(out):
-        return
-    if not overwrite:
-        raise UsageError(str(out), "exists; choose another folder, or --overwrite to replace it")
-    if out.is_symlink() or not (out / CASE_FILE).is_file():
-        raise UsageError(str(out), f"holds no {CASE_FILE}, so it is not replaced; choose another folder")
+    try:
+        if not os.path.lexists(out):
+            return
+        if not overwrite:
+            raise UsageError(str(out), "exists; choose another folder, or --overwrite to replace it")
+        if not (out / CASE_FILE).is_file():
+            raise UsageError(str(out), f"holds no {CASE_FILE}, so it is not replaced; choose another folder")
+    except OSError as error:
+        raise storage_error(out, error, "look at") from error
 
 
 class PartialFolder:
@@ -49,13 +61,24 @@ class PartialFolder:
 
     def __init__(self, out: Path, identity: Mapping[str, object], restart: bool):
         self.out = out
-        self.path = out.with_name(out.name + ".partial")
+        self.path = partial_of(out)
+        self._lock = -1
         self._identity = dict(identity)
         self._job = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
         try:
             self._claim(restart)
         except OSError as error:
+            self.close()
             raise storage_error(self.path, error, "write to") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the lock; what was written stays."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _claim(self, restart: bool) -> None:
         if os.path.lexists(self.path) and not self.path.is_dir():
@@ -71,7 +94,6 @@ class PartialFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.read(self._lock, 1000).decode(errors="replace").strip()
-            os.close(self._lock)
             raise UsageError(
                 str(self.path), f"a job is writing it ({holder or error.strerror}); wait for it, or end it"
             ) from error
@@ -142,7 +164,7 @@ class PartialFolder:
         except OSError as error:
             raise storage_error(self.out, error, "put the finished folder at") from error
         finally:
-            os.close(self._lock)
+            self.close()
 
 
 def _exchange(new: Path, old: Path) -> Path:

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
-from reshard_mpi.errors import InputError, IntegrityError, ReshardError, StorageError, UsageError, first_to_tell, names
+from reshard_mpi.errors import (
+    InputError,
+    IntegrityError,
+    ReshardError,
+    StorageError,
+    UsageError,
+    first_to_tell,
+    names,
+    storage_error,
+)
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header
 
@@ -70,11 +79,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def open_source(folder: Path) -> Source:
     """The case in `folder`, its manifest read and checked; faults are in `findings`. Errors only when nothing can be read."""
-    if not folder.exists():
+    try:
+        is_there, is_folder, has_manifest = folder.exists(), folder.is_dir(), (folder / CASE_FILE).exists()
+    except OSError as error:
+        raise storage_error(folder, error, "open") from error
+    if not is_there:
         raise StorageError(str(folder), "no such folder; give the folder that holds case.json")
-    if not folder.is_dir():
+    if not is_folder:
         raise UsageError(str(folder), "is no folder; give the folder that holds case.json")
-    if not (folder / CASE_FILE).exists():
+    if not has_manifest:
         raise StorageError(str(folder / CASE_FILE), "is not there; give the folder of a checkpoint case")
     with _no_garbage_collection():
         parsed = parse_case(read_text(folder, CASE_FILE, LARGEST_MANIFEST), str(folder / CASE_FILE))
