@@ -1,6 +1,7 @@
 """One reshard job, in reading order: load, prepare, broadcast the plan, move the rounds, verify, commit."""
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from reshard_mpi import stop
 from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
 from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, by_tensor, case_text
 from reshard_mpi.errors import IntegrityError, ReshardError, first_to_tell
 from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
@@ -27,6 +29,8 @@ from reshard_mpi.run.move import Names, move_rounds
 from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
+
+MANIFEST_NBYTES = 2048  # of case.json, for a fragment
 
 
 @dataclass(frozen=True)
@@ -56,25 +60,27 @@ class _Local:
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
     """Collective: carry out the job; its report, on rank 0. A ReshardError is the same on all ranks."""
     started = time.perf_counter()
-    resources = Resources(comm.size, round_nbytes_of(job.memory_nbytes), _writers(job), job.verify != "none")
+    round_nbytes = round_nbytes_of(job.memory_nbytes)
     on_root(comm, lambda: check_paths(job.source, job.out, job.overwrite))
     source = load_together(comm, job.source)
-    prepared = on_root(comm, lambda: _prepare(source, job, resources))
+    prepared = on_root(comm, lambda: _prepare(source, job, comm.size, round_nbytes))
     if job.verify != "none":
         _check_equalities(comm, job, source, prepared)
     partial = on_root(comm, lambda: _begin(job, source, prepared))
     local = _Local(source, prepared, partial) if source and prepared and partial else None
     try:
         written, measured = _write(comm, job, local)
+        raise_together(comm, None)  # the last place to stop: what follows makes OUT visible
+        stop.shield()
+        on_root(comm, lambda: _commit(local, written, job))
     except IntegrityError as error:
         if local:
             local.partial.fail()
-        raise IntegrityError(
-            error.where, f"{error.message}; what was written can't be continued: then use --restart"
-        ) from error
-    raise_together(comm, None)  # the last place to stop: what follows makes OUT visible
-    stop.shield()
-    on_root(comm, lambda: _commit(local, written, job))
+        message = f"{error.message}; what was written can't be continued: then use --restart"
+        raise IntegrityError(error.where, message) from error
+    finally:
+        if local:
+            local.partial.close()
     return on_root(comm, lambda: _report(job, local, measured, time.perf_counter() - started))
 
 
@@ -83,7 +89,7 @@ def _writers(job: Job) -> str:
     return job.writers if job.writers != "auto" else "owner" if is_on_nfs(job.out) else "shared"
 
 
-def _prepare(source: Source | None, job: Job, resources: Resources) -> Prepared:
+def _prepare(source: Source | None, job: Job, nranks: int, round_nbytes: int) -> Prepared:
     assert source is not None
     source.raise_first()
     outgoing, faults = outgoing_of(source, job.selection)
@@ -91,7 +97,7 @@ def _prepare(source: Source | None, job: Job, resources: Resources) -> Prepared:
     if told is not None:
         raise told
     assert outgoing is not None
-    prepared = prepare(source, outgoing, resources)
+    prepared = prepare(source, outgoing, Resources(nranks, round_nbytes, _writers(job), job.verify != "none"))
     warn(source.warnings)
     return prepared
 
@@ -154,8 +160,20 @@ def _begin(job: Job, source: Source | None, prepared: Prepared | None) -> Partia
         "digests": job.verify != "none",
     }
     partial = PartialFolder(job.out, identity, job.restart)
-    partial.check_space(sum(file.nbytes for file in prepared.target_files))
+    try:
+        partial.check_space(_expected_nbytes(prepared))
+    except BaseException:
+        partial.close()
+        raise
     return partial
+
+
+def _expected_nbytes(prepared: Prepared) -> int:
+    """Bytes of OUT: the shards, the manifest (about), the oracles."""
+    case = prepared.outgoing.case
+    shards = sum(file.nbytes for file in prepared.target_files)
+    oracles = sum(math.prod(oracle.shape) * DTYPES[oracle.dtype].nbits // 8 for oracle in case.oracles)
+    return shards + len(case.fragments) * MANIFEST_NBYTES + oracles
 
 
 def _write(comm: MPI.Comm, job: Job, local: _Local | None) -> tuple[Case | None, list[dict[str, Any]]]:

@@ -131,7 +131,7 @@ def _plan(
         mine = [numbers[side][used[side] : used[side] + counts[side]] for side in (0, 1)]
         planned.append(PlannedTensor(form, *mine))
         used = [a + b for a, b in zip(used, counts, strict=True)]
-    return make_plan(planned, *tables, (source.size, target.size), resources)
+    return make_plan(planned, tables[0], tables[1], (source.size, target.size), resources)
 
 
 def _complete(rules: Mapping[str, Rule], mesh: Mesh, tensor: Tensor, stacks: Stacks) -> dict[str, Rule]:
