@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,14 +84,15 @@ def started_python_mpi(
     mpi: str = "mpich",
     cwd: Path | None = None,
     env: Mapping[str, str | None] | None = None,
+    prefix: Sequence[object] = (),
 ) -> Iterator[subprocess.Popen[str]]:
-    """`mpirun -n NRANKS python ARGUMENTS`, running; what is left of it at the end of the block is killed.
+    """`PREFIX mpirun -n NRANKS python ARGUMENTS`, running; what is left of it at the end of the block is killed.
 
     For tests that send signals; `run_python_mpi` for those that only wait.
     """
     python, mpirun = require_mpi(mpi)
     process = subprocess.Popen(
-        [mpirun, "-n", str(nranks), python, *map(str, arguments)],
+        [*map(str, prefix), mpirun, "-n", str(nranks), python, *map(str, arguments)],
         cwd=cwd,
         env=job_environ(mpirun, env or {}),
         # Not the terminal: mpirun would read it.
@@ -130,9 +131,10 @@ def run_python_mpi(
     timeout: float = 60,
     cwd: Path | None = None,
     env: Mapping[str, str | None] | None = None,
+    prefix: Sequence[object] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run `mpirun -n NRANKS python ARGUMENTS`; the test fails if that takes longer than `timeout` seconds."""
-    with started_python_mpi(nranks, *arguments, mpi=mpi, cwd=cwd, env=env) as process:
+    """Run `PREFIX mpirun -n NRANKS python ARGUMENTS`; the test fails if that takes longer than `timeout` seconds."""
+    with started_python_mpi(nranks, *arguments, mpi=mpi, cwd=cwd, env=env, prefix=prefix) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -146,7 +148,7 @@ def run_mpi(nranks: int, *arguments: object, **options: object) -> subprocess.Co
     """Run `mpirun -n NRANKS python -m reshard_mpi ARGUMENTS`.
 
     Options: `mpi="mpich"` or `"openmpi"`, `timeout=60` seconds, `cwd=None`, `env=None` (variables to set; the
-    value None removes one).
+    value None removes one), `prefix=()` (a command that starts mpirun).
     """
     return run_python_mpi(nranks, "-m", "reshard_mpi", *arguments, **options)
 
