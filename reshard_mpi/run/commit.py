@@ -30,7 +30,7 @@ def partial_of(out: Path) -> Path:
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """UsageError unless OUT may be written: apart from SOURCE, and not there yet (or a case that may be replaced)."""
-    if out.name in ("", "..") or out.is_symlink() or partial_of(out).is_symlink():
+    if out.name in ("", "..") or any(os.path.islink(path) for path in (out, partial_of(out))):
         raise UsageError(str(out), "is no name for a new folder, or a link; choose another folder")
     here = Path(os.path.realpath(source))
     for path in (out, partial_of(out)):

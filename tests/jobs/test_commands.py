@@ -114,7 +114,7 @@ def test_a_job_goes_on_where_the_options_that_decide_bytes_are_the_same(tmp_path
     stopping = (
         "import os, signal, sys\n"
         "from mpi4py import MPI\n"
-        "from reshard_mpi.exchange import Exchanger\n"
+        "from reshard_mpi.mpi.exchange import Exchanger\n"
         "from reshard_mpi.errors import Interrupted\n"
         "def stop(*_):\n    raise Interrupted('job', 'stopped')\n"
         "Exchanger.exchange = stop\n"

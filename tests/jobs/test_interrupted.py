@@ -110,8 +110,8 @@ def test_sigterm_does_the_same_where_the_launcher_leaves_the_time(tmp_path, samp
 
 PHASES = [
     # what is under way, where
-    ("the source is read", "reshard_mpi.job:load_together"),
-    ("the target is read back", "reshard_mpi.job:_verify_target"),
+    ("the source is read", "reshard_mpi.run.job:load_together"),
+    ("the target is read back", "reshard_mpi.run.job:_verify_target"),
 ]
 
 
@@ -131,11 +131,11 @@ def test_a_signal_is_understood_also_while(tmp_path, phase, where):
 
 BUGS = [
     # why, where, rank
-    ("between two rounds", "reshard_mpi.exchange:Exchanger.exchange", 1),
-    ("in the thread that reads", "reshard_mpi.transfer:Reader.read", 1),
-    ("in the thread that writes", "reshard_mpi.transfer:Writer.write", 2),
-    ("on rank 0 while the others wait for its plan", "reshard_mpi.job:_prepare", 0),
-    ("at the very end", "reshard_mpi.job:_commit", 0),
+    ("between two rounds", "reshard_mpi.mpi.exchange:Exchanger.exchange", 1),
+    ("in the thread that reads", "reshard_mpi.run.transfer:Reader.read", 1),
+    ("in the thread that writes", "reshard_mpi.run.transfer:Writer.write", 2),
+    ("on rank 0 while the others wait for its plan", "reshard_mpi.run.job:_prepare", 0),
+    ("at the very end", "reshard_mpi.run.job:_commit", 0),
 ]
 
 

@@ -273,11 +273,9 @@ def npages(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("spare_pages", "words"),
-    [(-2, ["free"]), (4, ["case.json"])],
-    ids=["of which it is known before the start", "for the last file"],
+    "spare_pages", [-2, 4], ids=["too small for the shards", "too small for case.json beside the shards"]
 )
-def test_a_disk_that_is_too_small_is_refused_and_the_job_goes_on_when_there_is_room(tmp_path, spare_pages, words):
+def test_a_disk_that_is_too_small_is_refused_and_the_job_goes_on_when_there_is_room(tmp_path, spare_pages):
     source, out = write_sample(tmp_path / "source", "1M"), tmp_path / "disk" / "out"
     out.parent.mkdir()
     probe = ("unshare", "-m", "mount", "-t", "tmpfs", "small", out.parent)
@@ -291,7 +289,7 @@ def test_a_disk_that_is_too_small_is_refused_and_the_job_goes_on_when_there_is_r
     assert done.returncode == 0, shown
     assert "exit 5, left: out.partial\n" in done.stdout, shown
     (line,) = error_lines(done.stderr)
-    assert all(word in line for word in words), line
+    assert "are free" in line, line
     assert done.stdout.endswith("case.json\nrank-00000.safetensors\nrank-00001.safetensors\n"), shown
 
 
@@ -321,9 +319,9 @@ def test_what_needs_no_mpi_runs_without_one(tmp_path):
 
 def test_help_and_usage_errors_are_said_once(mpi):
     done = run_mpi(4, "--help", mpi=mpi)
-    assert assert_done(done).count("usage: reshard_mpi") == 1
+    assert assert_done(done).count("usage: python -m reshard_mpi") == 1
     done = run_mpi(4, "reshard", "--help", mpi=mpi, env={"MPI4PY_LIBMPI": "/nothing/libmpi.so"})
-    assert assert_done(done).count("usage: reshard_mpi") == 1
+    assert assert_done(done).count("usage: python -m reshard_mpi") == 1
     for arguments in (["reshard"], ["destroy", "all"], ["reshard", UNEVEN, "out", "--verify", "hardly"]):
         done = run_mpi(4, *arguments, mpi=mpi)
         assert_refused(done, 2, "reshard_mpi")

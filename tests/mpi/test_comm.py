@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from reshard_mpi.comm import Agreement, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
+from reshard_mpi.mpi.comm import Agreement, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
 from reshard_mpi.errors import InputError, IntegrityError, PlanningError, ReshardError, StorageError
 from tests.mpi.together import faults_of_all, unequal
 

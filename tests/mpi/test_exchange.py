@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from reshard_mpi.exchange import Exchanger
-from reshard_mpi.rounds import RoundWork, Spans, Tiles
+from reshard_mpi.mpi.exchange import Exchanger
+from reshard_mpi.plan.rounds import RoundWork, Spans, Tiles
 from tests.mpi.together import faults_of_all, unequal
 
 BUFFER_NBYTES = 1 << 14
