@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from reshard_mpi import stop
 from reshard_mpi.cli import parse, tell
-from reshard_mpi.errors import Interrupted, ReshardError
+from reshard_mpi.errors import Interrupted, ReshardError, storage_error
 from reshard_mpi.launcher import Launch, check_world, find_launch
 
 BUG = 70
@@ -52,9 +52,10 @@ def _run_alone(options: argparse.Namespace) -> int:
 
     try:
         return run_alone(options)
-    except ReshardError as error:
-        tell(error)
-        return error.exit_code
+    except (ReshardError, OSError) as error:
+        told = error if isinstance(error, ReshardError) else storage_error(error.filename or "job", error, "use")
+        tell(told)
+        return told.exit_code
     except KeyboardInterrupt:
         tell("stopped by a signal")
         return Interrupted.exit_code

@@ -133,14 +133,13 @@ def _filtered(a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: I
         first = last
 
 
-def find_overlap(boxes: Boxes, group: Ints) -> tuple[int, int] | None:
-    """The first two different boxes of one group that share an element, or None. Boxes must not be empty."""
+def find_overlaps(boxes: Boxes, group: Ints) -> list[tuple[int, int]]:
+    """Of each group in which different boxes share an element, the first two that do. Boxes must not be empty."""
     i, j = join(boxes, boxes, group, group)
     pairs = np.flatnonzero(i < j)
-    if not len(pairs):
-        return None
-    first = pairs[np.lexsort((j[pairs], i[pairs]))[0]]
-    return int(i[first]), int(j[first])
+    pairs = pairs[np.lexsort((j[pairs], i[pairs], group[i[pairs]]))]
+    _, first = np.unique(group[i[pairs]], return_index=True)
+    return list(zip(i[pairs[first]].tolist(), j[pairs[first]].tolist(), strict=True))
 
 
 def find_hole(shape: tuple[int, ...], boxes: Boxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

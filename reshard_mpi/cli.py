@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from reshard_mpi import __version__
 from reshard_mpi.checkpoint.mesh import Mesh, parse_target
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import UsageError, one_line
 
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
@@ -176,5 +176,5 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def tell(error: object) -> None:
-    sys.stderr.write(f"reshard_mpi: error: {error}\n")
+    sys.stderr.write(f"reshard_mpi: error: {one_line(str(error))}\n")
     sys.stderr.flush()

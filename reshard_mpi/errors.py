@@ -6,6 +6,11 @@ An error says WHERE, what was found, what was expected, and what to do; the comm
 from collections.abc import Iterable
 
 
+def one_line(text: str) -> str:
+    """Names come from untrusted files: a newline in one of them must not forge a second message."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class ReshardError(Exception):
     """Base class. `where` is a file, tensor or option; the message says what was found, what was expected, what to do."""
 
@@ -17,8 +22,7 @@ class ReshardError(Exception):
         self.message = message
 
     def __str__(self) -> str:
-        # Names come from untrusted files: a newline in one of them must not forge a second message.
-        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{self.where}: {self.message}")
+        return one_line(f"{self.where}: {self.message}")
 
 
 class UsageError(ReshardError):

@@ -16,7 +16,7 @@ _MPI_LAUNCHERS = (
     ("mpirun of MPICH", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-TORCHRUN = "torchrun"
+TORCHRUN, TORCHRUN_MARK = "torchrun", "TORCHELASTIC_RUN_ID"
 NO_LAUNCHER = "no launcher"
 
 
@@ -31,15 +31,13 @@ class Launch:
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     """Who started this process; one process started by nobody in particular when no launcher shows."""
-    for name, rank, nranks in _MPI_LAUNCHERS:
+    if TORCHRUN_MARK in environment:  # it is the innermost: mpirun doesn't start from within it
+        launchers = [(TORCHRUN, "RANK", "WORLD_SIZE"), *_MPI_LAUNCHERS]
+    else:
+        launchers = [*_MPI_LAUNCHERS]
+    for name, rank, nranks in launchers:
         if environment.get(rank, "").isdecimal() and environment.get(nranks, "").isdecimal():
             return Launch(name, int(environment[rank]), int(environment[nranks]))
-    if (
-        "TORCHELASTIC_RUN_ID" in environment
-        and environment.get("RANK", "").isdecimal()
-        and environment.get("WORLD_SIZE", "").isdecimal()
-    ):
-        return Launch(TORCHRUN, int(environment["RANK"]), int(environment["WORLD_SIZE"]))
     return Launch(NO_LAUNCHER, 0, 1)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import StorageError, storage_error
+from reshard_mpi.errors import StorageError, one_line, storage_error
 
 
 def size_text(nbytes: float) -> str:
@@ -32,7 +32,7 @@ def topology_text(topology: Mapping[str, int]) -> str:
 
 def warn(messages: Sequence[str]) -> None:
     for message in messages:
-        sys.stderr.write(f"reshard_mpi: warning: {message}\n")
+        sys.stderr.write(f"reshard_mpi: warning: {one_line(message)}\n")
     sys.stderr.flush()
 
 

@@ -6,14 +6,14 @@ Every fault is found and returned, none is raised, so that `plan` and `verify` c
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
 
-from reshard_mpi.boxes import Boxes, find_hole, find_overlap
+from reshard_mpi.boxes import Boxes, find_hole, find_overlaps
 from reshard_mpi.checkpoint.dtypes import DTYPES, dtype_named, nbytes_of
 from reshard_mpi.checkpoint.manifest import (
     CASE_FILE,
@@ -26,7 +26,7 @@ from reshard_mpi.checkpoint.manifest import (
     by_tensor,
 )
 from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology
-from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names
+from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names, plural
 
 MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
 # What all fragments of a logical tensor must say alike.
@@ -56,46 +56,46 @@ def check_case(parsed: ParsedCase) -> Findings:
             IntegrityError(
                 CASE_FILE,
                 f"the fragments' digest is {parsed.fragments_digest}, expected_manifest_digest says "
-                f"{case.expected_manifest_digest}; "
-                "the manifest was changed after it was written: get it anew",
+                f"{case.expected_manifest_digest}; the manifest was changed after it was written: get it anew",
             )
         )
-    faults = [*_topology_faults(case)]
-    if not faults:
-        mesh = mesh_from_topology(case.topology.source, CASE_FILE)
-        faults += [fault for fragment in case.fragments for fault in _fragment_faults(fragment, mesh)]
-    if not faults:  # what follows compares fragments, which must be sound for that
-        tensors = by_tensor(case.fragments)
-        faults += _identity_faults(case)
-        faults += _storage_faults(case)
-        disagreeing = [fault for tensor in tensors.values() for fault in _agreement_faults(tensor)]
-        faults += disagreeing
-        if not disagreeing:
-            found.is_sound = True
-            faults += _replica_faults(case, found)
-            faults += _coverage_faults(tensors)
-            faults += _tie_faults(tensors, found)
-            faults += _oracle_faults(case, tensors)
-    found.faults += faults
-    return found
-
-
-def _topology_faults(case: Case) -> Iterator[ReshardError]:
     try:
         mesh = mesh_from_topology(case.topology.source, f"{CASE_FILE}: topology.source")
     except InputError as fault:
-        yield fault
-        return
+        found.faults.append(fault)
+        return found
     if mesh.size != case.world_size:
-        yield InputError(
-            CASE_FILE,
-            f"world_size is {case.world_size}, but topology.source {mesh} has {mesh.size} ranks; expected the "
-            "product of its axes",
+        found.faults.append(
+            InputError(
+                CASE_FILE,
+                f"world_size is {case.world_size}, but topology.source {mesh} has {plural(mesh.size, 'rank')}; expected the "
+                "product of its axes",
+            )
         )
+    tensors = by_tensor(case.fragments)
+    unsound: set[str] = set()  # tensors of which nothing more can be said
+    for fragment in case.fragments:
+        for message in _fragment_messages(fragment, mesh):
+            found.faults.append(InputError(name_of(fragment), message))
+            unsound.add(fragment.logical_tensor_id)
+    for tensor_id, fragments in tensors.items():
+        disagreeing = [] if tensor_id in unsound else [*_agreement_faults(fragments)]
+        found.faults += disagreeing
+        unsound |= {tensor_id} if disagreeing else set()
+    found.is_sound = not unsound
+    sound = [fragment for fragment in case.fragments if fragment.logical_tensor_id not in unsound]
+    tensors = {tensor_id: fragments for tensor_id, fragments in tensors.items() if tensor_id not in unsound}
+    found.faults += _identity_faults(sound)
+    found.faults += _storage_faults(sound)
+    found.faults += _replica_faults(sound, found)
+    found.faults += _coverage_faults(tensors)
+    found.faults += _tie_faults(tensors, found)
+    found.faults += _oracle_faults(case, tensors, unsound)
+    return found
 
 
 def name_of(fragment: Fragment) -> str:
-    return f"{CASE_FILE}: fragment {fragment.fragment_id}"
+    return f"{CASE_FILE}: fragment {fragment.fragment_id} of tensor {fragment.logical_tensor_id}"
 
 
 def box_text(offset: Sequence[int], extent: Sequence[int]) -> str:
@@ -103,7 +103,8 @@ def box_text(offset: Sequence[int], extent: Sequence[int]) -> str:
     return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(offset, extent, strict=True))}]"
 
 
-def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
+def _fragment_messages(fragment: Fragment, mesh: Mesh) -> tuple[str, ...]:
+    """What is wrong with a fragment, taken by itself."""
     boxes = _box_messages(
         fragment.global_shape,
         fragment.element_offset,
@@ -113,8 +114,7 @@ def _fragment_faults(fragment: Fragment, mesh: Mesh) -> Iterator[ReshardError]:
         fragment.partition_axes,
         fragment.dtype,
     )
-    for message in boxes + _place_messages(fragment.topology_coordinates, fragment.payload_file, mesh):
-        yield InputError(name_of(fragment), message)
+    return boxes + _place_messages(fragment.topology_coordinates, fragment.payload_file, mesh)
 
 
 @lru_cache(maxsize=1 << 16)  # ranks and layers repeat each other
@@ -180,13 +180,13 @@ def _place_messages(coordinates: Coordinates, payload_file: str, mesh: Mesh) -> 
     return tuple(found)
 
 
-def _identity_faults(case: Case) -> Iterator[ReshardError]:
-    for fragment_id, count in Counter(fragment.fragment_id for fragment in case.fragments).items():
+def _identity_faults(fragments: Sequence[Fragment]) -> Iterator[ReshardError]:
+    for fragment_id, count in Counter(fragment.fragment_id for fragment in fragments).items():
         if count > 1:
             yield InputError(CASE_FILE, f"fragment_id {fragment_id!r} is used {count} times; expected each once")
     tuple_of_rank: dict[int, Coordinates] = {}
     rank_of_tuple: dict[Coordinates, int] = {}
-    for coordinates in sorted({fragment.topology_coordinates for fragment in case.fragments}):
+    for coordinates in sorted({fragment.topology_coordinates for fragment in fragments}):
         rank = dict(coordinates)["rank"]
         mesh_tuple = tuple(pair for pair in coordinates if pair[0] != "rank")
         other = tuple_of_rank.setdefault(rank, mesh_tuple)
@@ -198,9 +198,9 @@ def _identity_faults(case: Case) -> Iterator[ReshardError]:
             )
 
 
-def _storage_faults(case: Case) -> Iterator[ReshardError]:
+def _storage_faults(fragments: Sequence[Fragment]) -> Iterator[ReshardError]:
     first_of: dict[tuple[str, str], Fragment] = {}
-    for fragment in case.fragments:
+    for fragment in fragments:
         array = (fragment.payload_file, fragment.payload_key)
         first = first_of.setdefault(array, fragment)
         if first is fragment:
@@ -248,8 +248,8 @@ def replica_groups(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:
     return {group_id: sorted(members, key=lambda f: f.replica.member_index) for group_id, members in groups.items()}
 
 
-def _replica_faults(case: Case, found: Findings) -> Iterator[ReshardError]:
-    for group_id, members in replica_groups(case.fragments).items():
+def _replica_faults(fragments: Sequence[Fragment], found: Findings) -> Iterator[ReshardError]:
+    for group_id, members in replica_groups(fragments).items():
         first, where = members[0], f"{CASE_FILE}: replica group {group_id}"
         if not group_id:
             yield InputError(
@@ -302,22 +302,22 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
     ).reshape(len(everything), naxes)
     boxes = Boxes(start, start + extent)
     group = np.repeat(np.arange(len(boxes_of)), [len(fragments) for fragments in boxes_of.values()])
-    overlap = find_overlap(boxes, group)
-    if overlap:
-        a, b = (everything[index] for index in overlap)
+    overlapping = set()
+    for first_box, second_box in find_overlaps(boxes, group):
+        a, b = everything[first_box], everything[second_box]
+        overlapping.add(a.logical_tensor_id)
         yield InputError(
             f"{CASE_FILE}: tensor {a.logical_tensor_id}",
-            f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and "
-            "they are no declared replicas; "
-            "expected boxes that tile the tensor",
+            f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and they "
+            "are no declared replicas; expected boxes that tile the tensor",
         )
-        return
     covered = np.bincount(group, weights=None, minlength=len(boxes_of))  # boxes a tensor
     first = np.cumsum(covered) - covered
     for index, (tensor_id, tensor) in enumerate(tensors.items()):
         shape = tensor[0].global_shape
         mine = slice(int(first[index]), int(first[index] + covered[index]))
-        if sum(math.prod(f.element_extent) for f in boxes_of[tensor_id]) == math.prod(shape):
+        covers = sum(math.prod(f.element_extent) for f in boxes_of[tensor_id]) == math.prod(shape)
+        if covers or tensor_id in overlapping:
             continue
         hole = find_hole(shape, Boxes(boxes.start[mine, : len(shape)], boxes.stop[mine, : len(shape)]))
         assert hole is not None
@@ -364,7 +364,7 @@ def _digest_of_boxes(tensor: list[Fragment]) -> dict[tuple[tuple[int, ...], tupl
     }
 
 
-def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
+def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]], unsound: Collection[str]) -> Iterator[ReshardError]:
     if case.oracles and case.oracle_file is None:
         yield InputError(
             CASE_FILE, f"{len(case.oracles)} oracles, but oracle_file is null; expected the file that holds them"
@@ -383,6 +383,8 @@ def _oracle_faults(case: Case, tensors: dict[str, list[Fragment]]) -> Iterator[R
     for oracle in case.oracles:
         where = f"{CASE_FILE}: oracle of {oracle.logical_tensor_id}"
         tensor = tensors.get(oracle.logical_tensor_id)
+        if oracle.logical_tensor_id in unsound:
+            continue
         if tensor is None:
             yield InputError(where, "no fragment belongs to that tensor; expected an oracle for a tensor of the case")
         elif (tensor[0].dtype, tensor[0].global_shape) != (oracle.dtype, oracle.shape):

@@ -21,7 +21,7 @@ ORACLE_FILE = "oracles.safetensors"
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, Meta(min_length=1)]
-Digest = Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
 Shape = tuple[Count, ...]
 Coordinates = tuple[tuple[Name, Count], ...]
 

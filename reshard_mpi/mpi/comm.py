@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.boxes import Ints
-from reshard_mpi.errors import ReshardError, first_to_tell
+from reshard_mpi.errors import ReshardError, first_to_tell, storage_error
 
 T = TypeVar("T")
 ROOT = 0
@@ -31,6 +31,8 @@ class Agreement:
             yield
         except ReshardError as error:
             self.error = self.error or error
+        except OSError as error:  # of a place where we had no better words for it
+            self.error = self.error or storage_error(error.filename or "job", error, "use")
 
 
 @contextmanager

@@ -20,18 +20,21 @@ from reshard_mpi.storage.files import sync_folder
 
 JOURNAL = "journal.json"
 LOCK = "lock"
+OURS = {JOURNAL, f"{JOURNAL}.new", LOCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def partial_of(out: Path) -> Path:
     """The folder in which `out` is prepared."""
-    return out.with_name(out.name + ".partial")
+    named = out if out.name not in ("", "..") else Path(os.path.realpath(out))
+    return named.with_name(named.name + ".partial")
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """UsageError unless OUT may be written: apart from SOURCE, and not there yet (or a case that may be replaced)."""
-    if out.name in ("", "..") or any(os.path.islink(path) for path in (out, partial_of(out))):
-        raise UsageError(str(out), "is no name for a new folder, or a link; choose another folder")
+    for path in (out, partial_of(out)):
+        if os.path.islink(path):
+            raise UsageError(str(path), "is a link; remove it, or write to another folder")
     here = Path(os.path.realpath(source))
     for path in (out, partial_of(out)):
         there = Path(os.path.realpath(path))
@@ -87,7 +90,7 @@ class PartialFolder:
         if is_new:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir()
-        elif not (self.path / JOURNAL).is_file() and any(entry.name != LOCK for entry in self.path.iterdir()):
+        elif not (self.path / JOURNAL).is_file() and {entry.name for entry in self.path.iterdir()} - OURS:
             raise UsageError(str(self.path), "is not of a job of ours; remove it, or choose another OUT")
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:

@@ -125,7 +125,7 @@ def _allocate(fd: int, nbytes: int) -> None:
 
 def is_on_nfs(path: Path) -> bool:
     """Will `path` lie on NFS? By the type of the file system of its nearest folder that is there (statfs(2))."""
-    folder = next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+    folder = next(parent for parent in [path, *path.absolute().parents] if os.path.exists(parent))
     status = ctypes.create_string_buffer(256)  # larger than any struct statfs, which begins with f_type
     if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(folder), status):
         return False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
+from reshard_mpi.checkpoint.mesh import MOST_RANKS
 from reshard_mpi.errors import (
     InputError,
     IntegrityError,
@@ -43,8 +44,12 @@ class Source:
         return self.parsed.case
 
     def shard_files(self) -> list[str]:
-        """The files that fragments name, by rank; a name that is a path is a fault, and not opened."""
-        return sorted({f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)})
+        """The file of every rank, also of one that holds nothing; a name that is a path is a fault, and not opened."""
+        named = {f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)}
+        numbers = {name.split(".")[0] for name in named}
+        ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
+        unnamed = {f"rank-{rank:05d}" for rank in ranks} - numbers
+        return sorted(named | {f"{name}.safetensors" for name in unnamed})
 
     def raise_first(self) -> None:
         told = first_to_tell(self.findings.faults)
@@ -169,8 +174,7 @@ def _header_faults(source: Source) -> Iterator[ReshardError]:
 def load_alone(folder: Path) -> Source:
     """The source with manifest and headers, read by one process; all faults are in its findings."""
     source = open_source(folder)
-    if not source.findings.faults:
-        headers, faults = read_headers(folder, source.shard_files())
-        source.findings.faults += faults
-        attach_headers(source, headers)
+    headers, faults = read_headers(folder, source.shard_files())
+    source.findings.faults += faults
+    attach_headers(source, headers)
     return source

@@ -1,0 +1,310 @@
+"""OUT whole or not at all: what stands in the way, what is continued, and what is left."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard_mpi.run import commit
+from reshard_mpi.run.commit import JOURNAL, LOCK, PartialFolder, check_out, check_paths
+from reshard_mpi.errors import StorageError, UsageError
+from reshard_mpi.checkpoint.manifest import CASE_FILE
+
+MINE, OTHER = {"target": "tp=2"}, {"target": "tp=4"}
+
+
+def begin(out: Path, identity=MINE, restart: bool = False) -> PartialFolder:
+    return PartialFolder(out, identity, restart)
+
+
+def die(partial: PartialFolder) -> None:
+    """What the kernel does when the process ends, however it ends."""
+    os.close(partial._lock)
+
+
+def left_behind(out: Path, identity=MINE, failed: bool = False) -> None:
+    """The folder of a job that died after it had written something."""
+    partial = begin(out, identity)
+    (partial.path / "rank-00000.safetensors").write_bytes(b"half")
+    (partial.path / "sub").mkdir()
+    (partial.path / "sub" / "file").write_bytes(b"x")
+    if failed:
+        partial.fail()
+    die(partial)
+
+
+def a_case(folder: Path, content: str = "{}") -> Path:
+    folder.mkdir()
+    (folder / CASE_FILE).write_text(content)
+    (folder / "rank-00000.safetensors").write_bytes(b"old")
+    return folder
+
+
+def finish(partial: PartialFolder) -> None:
+    (partial.path / CASE_FILE).write_text('{"new": 1}')
+    partial.commit()
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+# Before anything is written
+
+
+def test_a_path_that_is_free_may_be_written(out):
+    check_out(out, overwrite=False)
+    check_out(out, overwrite=True)
+
+
+def test_out_that_is_there_is_refused_and_with_overwrite_only_a_case_is_replaced(tmp_path):
+    case, foreign, file, link = (tmp_path / name for name in ("case", "foreign", "file", "link"))
+    a_case(case)
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    file.write_text("x")
+    link.symlink_to(case)
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    for there in (case, foreign, file, link, tmp_path / "dangling"):
+        with pytest.raises(UsageError, match="exists"):
+            check_out(there, overwrite=False)
+    check_out(case, overwrite=True)
+    for there in (foreign, file, link, tmp_path / "dangling"):
+        with pytest.raises(UsageError, match="not replaced"):
+            check_out(there, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "why, source, out",
+    [
+        ("the same", "a", "a"),
+        ("the same, by a detour", "a", "a/b/.."),
+        ("the same, by a link", "a", "link"),
+        ("inside", "a", "a/b/c"),
+        ("inside, by a link", "a", "link/c"),
+        ("around", "a/b", "a"),
+        ("around, by a link", "link/b", "a"),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_out_must_be_apart_from_the_source(why, source, out, overwrite, tmp_path):
+    a_case(tmp_path / "a")
+    (tmp_path / "a" / "b").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(UsageError, match="equal to, inside or around"):
+        check_paths(tmp_path / source, tmp_path / out, overwrite)
+
+
+def test_a_name_that_begins_alike_is_another_folder(tmp_path):
+    a_case(tmp_path / "a")
+    check_paths(tmp_path / "a", tmp_path / "ab", overwrite=False)
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="a path without a name of its own has no .partial beside it")
+def test_out_may_be_the_working_folder_if_it_is_a_case_to_be_replaced(tmp_path, monkeypatch):
+    a_case(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    check_out(Path("."), overwrite=True)
+    begin(Path("."))
+
+
+# The partial folder
+
+
+def test_a_fresh_job_has_a_folder_with_journal_and_lock_also_in_folders_yet_to_be_made(tmp_path):
+    partial = begin(tmp_path / "new" / "deep" / "out")
+    assert partial.path == tmp_path / "new" / "deep" / "out.partial"
+    assert sorted(entry.name for entry in partial.path.iterdir()) == sorted([JOURNAL, LOCK])
+    assert json.loads((partial.path / JOURNAL).read_text())["identity"] == MINE
+    assert f"pid {os.getpid()}" in (partial.path / LOCK).read_text()
+    assert not (tmp_path / "new" / "deep" / "out").exists()
+
+
+def test_a_commit_leaves_the_folder_and_nothing_beside_it(out):
+    finish(begin(out))
+    assert [entry.name for entry in out.iterdir()] == [CASE_FILE]
+    assert [entry.name for entry in out.parent.iterdir()] == ["out"]
+
+
+def test_what_the_same_job_left_is_taken_over(out):
+    left_behind(out)
+    partial = begin(out)
+    finish(partial)
+    assert sorted(entry.name for entry in out.iterdir()) == [CASE_FILE]
+
+
+def test_the_order_of_options_makes_no_other_job(out):
+    left_behind(out, {"a": 1, "b": [2]})
+    begin(out, {"b": [2], "a": 1})
+
+
+def test_what_another_job_left_is_refused_until_restart(out):
+    left_behind(out, OTHER)
+    with pytest.raises(UsageError, match="another source, target or options; --restart"):
+        begin(out)
+    assert (out.with_name("out.partial") / "rank-00000.safetensors").read_bytes() == b"half"
+
+
+def test_restart_begins_anew_where_another_job_left_something(out):
+    left_behind(out, OTHER)
+    finish(begin(out, restart=True))
+    assert [entry.name for entry in out.iterdir()] == [CASE_FILE]
+
+
+@pytest.mark.xfail(strict=True, raises=UsageError, reason="a refusal keeps the lock until the process ends")
+def test_after_a_refusal_the_same_process_may_restart(out):
+    left_behind(out, OTHER)
+    with pytest.raises(UsageError, match="--restart"):
+        begin(out)
+    begin(out, restart=True)
+
+
+def test_a_digest_that_did_not_hold_can_not_be_continued_but_begun_anew(out):
+    left_behind(out, failed=True)
+    check = subprocess.run([sys.executable, "-B", "-c", CLAIM, str(out)], capture_output=True, text=True, timeout=60)
+    assert "can't be continued; --restart" in check.stdout
+    begin(out, restart=True)
+
+
+CLAIM = """
+import sys
+from pathlib import Path
+from reshard_mpi.run.commit import PartialFolder
+from reshard_mpi.errors import UsageError
+try:
+    PartialFolder(Path(sys.argv[1]), {"target": "tp=2"}, restart="restart" in sys.argv)
+except UsageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["restart"]], ids=["again", "with --restart"])
+def test_a_job_under_way_is_left_alone_by_another_process_and_named(options, out):
+    partial = begin(out)
+    (partial.path / "rank-00000.safetensors").write_bytes(b"half")
+    other = subprocess.run(
+        [sys.executable, "-B", "-c", CLAIM, str(out), *options], capture_output=True, text=True, timeout=60
+    )
+    assert "a job is writing it (host " in other.stdout and f"pid {os.getpid()}" in other.stdout
+    assert (partial.path / "rank-00000.safetensors").read_bytes() == b"half"
+
+
+def test_a_job_that_was_killed_leaves_no_lock(out):
+    subprocess.run([sys.executable, "-B", "-c", CLAIM + "\nimport os; os.kill(os.getpid(), 9)", str(out)], timeout=60)
+    assert out.with_name("out.partial").is_dir()
+    begin(out)
+
+
+@pytest.mark.parametrize(
+    "why, files, is_ours",
+    [
+        ("nothing in it: killed before the lock", [], True),
+        ("a lock alone: killed before the journal", [LOCK], True),
+        ("somebody's files", ["thesis.txt"], False),
+        ("somebody's files and a lock", [LOCK, "thesis.txt"], False),
+        ("a checkpoint", [CASE_FILE, "rank-00000.safetensors"], False),
+        pytest.param(
+            "a lock and half a journal: killed while it was written",
+            [LOCK, f"{JOURNAL}.new"],
+            True,
+            marks=pytest.mark.xfail(strict=True, raises=UsageError, reason="journal.json.new isn't known as ours"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("restart", [False, True], ids=["again", "with --restart"])
+def test_a_folder_that_is_not_of_a_job_of_ours_is_never_touched(why, files, is_ours, restart, out):
+    partial = out.with_name("out.partial")
+    partial.mkdir()
+    for name in files:
+        (partial / name).write_text("x")
+    if is_ours:
+        begin(out, restart=restart)
+        return
+    with pytest.raises(UsageError, match="not of a job of ours"):
+        begin(out, restart=restart)
+    assert {entry.name for entry in partial.iterdir()} >= set(files)
+    assert all((partial / name).read_text() == "x" for name in files)
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nowhere"])
+def test_what_is_no_folder_is_in_the_way(kind, out):
+    partial = out.with_name("out.partial")
+    if kind == "file":
+        partial.write_text("x")
+    else:
+        partial.symlink_to("gone")
+    with pytest.raises(UsageError, match="in the way"):
+        begin(out, restart=True)
+
+
+@pytest.mark.parametrize("journal", ["", "{", "[]", "5", "{}", '{"job": 1}', "\xff"])
+def test_a_journal_that_makes_no_sense_is_refused_until_restart(journal, out):
+    left_behind(out)
+    (out.with_name("out.partial") / JOURNAL).write_bytes(journal.encode("latin-1"))
+    with pytest.raises(UsageError, match="--restart"):
+        begin(out)
+
+
+def test_links_in_what_was_left_are_removed_and_not_followed(out, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("x")
+    left_behind(out)
+    (out.with_name("out.partial") / "link").symlink_to(tmp_path / "precious")
+    begin(out)
+    assert (tmp_path / "precious" / "file").read_text() == "x"
+
+
+def test_a_folder_that_can_not_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="can't write to"):
+        begin(tmp_path / "file" / "out")
+
+
+# Space and the end
+
+
+def test_space_that_is_not_there_is_a_storage_error_with_both_numbers(out, monkeypatch):
+    partial = begin(out)
+    free = os.statvfs(partial.path)
+    partial.check_space(0)
+    with pytest.raises(StorageError, match=f"needs {1 << 60} bytes, .* are free"):
+        partial.check_space(1 << 60)
+    monkeypatch.setattr(os, "statvfs", lambda _: free)
+    partial.check_space(free.f_bavail * free.f_frsize)
+    with pytest.raises(StorageError):
+        partial.check_space(free.f_bavail * free.f_frsize + 1)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["in one step", "on a file system that can't exchange"])
+def test_a_case_that_is_replaced_is_gone_afterwards_and_only_then(can_exchange, out, monkeypatch):
+    if not can_exchange:
+        monkeypatch.setattr(commit, "_RENAME_EXCHANGE", 1 << 20)
+    a_case(out)
+    partial = begin(out)
+    assert (out / "rank-00000.safetensors").read_bytes() == b"old"
+    finish(partial)
+    assert [entry.name for entry in out.iterdir()] == [CASE_FILE]
+    assert json.loads((out / CASE_FILE).read_text()) == {"new": 1}
+    assert [entry.name for entry in out.parent.iterdir()] == ["out"]
+
+
+def test_a_rename_that_fails_is_a_storage_error_and_leaves_what_was_written(out, monkeypatch):
+    partial = begin(out)
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(StorageError, match="put the finished folder at"):
+        finish(partial)
+    assert not out.exists()
+    assert (partial.path / CASE_FILE).exists()
+
+
+def test_after_a_commit_another_job_may_have_the_name(out):
+    finish(begin(out))
+    begin(out, OTHER)

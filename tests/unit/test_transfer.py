@@ -1,0 +1,280 @@
+"""Between real files and buffers: what is read, written and hashed, in order and out of order."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+from reshard_mpi.storage.digests import digest_row
+from reshard_mpi.errors import IntegrityError, StorageError
+from reshard_mpi.plan.plan import ArrayTable
+from reshard_mpi.plan.rounds import Spans, expand_round
+from reshard_mpi.storage.files import Files
+from reshard_mpi.run.transfer import Reader, Writer
+from tests.reference.dice import Dice
+from tests.unit.moves import Tensor, describe_job
+from tests.unit.tilings import Tile
+
+NAMES = ("rank-00000.safetensors", "rank-00001.safetensors")
+A, B, C = b"a" * 10 + b"A" * 14, b"b" * 16, b"c" * 40
+FILES = {NAMES[0]: b"header00" + A + B, NAMES[1]: b"header11" + C}
+# (file, begin, nbytes) of A, B and C
+PLACES = [(0, 8, 24), (0, 32, 16), (1, 8, 40)]
+
+
+def sha256(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def table(*digests: str | None) -> ArrayTable:
+    file, begin, nbytes = (np.array(column, np.int64) for column in zip(*PLACES, strict=True))
+    rows = np.stack([digest_row(digest) for digest in digests])
+    known = np.array([digest is not None for digest in digests], np.int64)
+    return ArrayTable(file, begin, nbytes, np.zeros(3, np.int64), rows, known)
+
+
+def spans(*parts: tuple[int, int, int]) -> Spans:
+    """(array, first byte, byte after the last) within arrays; buffers hold them one after the other, 8-byte aligned."""
+    array, file, offset, nbytes, position = ([] for _ in range(5))
+    end = 0
+    for index, first, last in parts:
+        begin = PLACES[index][1] + first
+        adjacent = file and (file[-1], offset[-1] + nbytes[-1]) == (PLACES[index][0], begin)
+        end = end if adjacent else -(-end // 8) * 8
+        for column, value in zip(
+            (array, file, offset, nbytes, position), (index, PLACES[index][0], begin, last - first, end), strict=True
+        ):
+            column.append(value)
+        end += last - first
+    columns = (np.array(column, np.int64) for column in (array, file, offset, nbytes, position))
+    return Spans(*columns, end)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def reader_of(folder, *digests, hashing=True) -> Reader:
+    return Reader(Files(folder), NAMES, ("a", "b", "c"), table(*digests), 128, hashing)
+
+
+GOOD = (sha256(A), sha256(B), sha256(C))
+
+
+# Reading
+
+
+def test_spans_of_a_round_are_read_to_their_places(folder):
+    reader = reader_of(folder, *GOOD)
+    wanted = spans((0, 4, 12), (1, 0, 16), (2, 8, 16))
+    buffer = reader.read(0, wanted)
+    assert buffer[:8].tobytes() == A[4:12]
+    assert buffer[8:24].tobytes() == B
+    assert buffer[24:32].tobytes() == C[8:16]
+    assert reader.work.nbytes == 32
+
+
+def test_spans_that_follow_each_other_are_read_with_one_call(folder, monkeypatch):
+    calls = []
+    plain = os.preadv
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, offset: calls.append((len(views[0]), offset)) or plain(fd, views, offset)
+    )
+    buffer = reader_of(folder, *GOOD, hashing=False).read(0, spans((0, 0, 24), (1, 0, 16), (2, 0, 8)))
+    assert calls == [(40, 8), (8, 8)]
+    assert buffer[:48].tobytes() == A + B + C[:8]
+
+
+def test_two_rounds_have_two_buffers_and_the_third_takes_the_first_again(folder):
+    reader = reader_of(folder, *GOOD, hashing=False)
+    first = reader.read(0, spans((0, 0, 8)))
+    second = reader.read(1, spans((1, 0, 8)))
+    assert (first[:8].tobytes(), second[:8].tobytes()) == (A[:8], B[:8])
+    assert np.shares_memory(reader.read(2, spans((2, 0, 8))), first)
+
+
+def test_a_round_without_spans_reads_nothing(folder):
+    reader = reader_of(folder, *GOOD)
+    reader.read(0, spans())
+    reader.finish()
+    assert (reader.work.nbytes, reader.work.hashed_nbytes) == (0, 0)
+
+
+def test_arrays_that_hold_their_digests_pass_and_are_hashed_on_the_way(folder):
+    reader = reader_of(folder, *GOOD)
+    reader.read(0, spans((0, 0, 12), (2, 0, 20)))
+    reader.read(1, spans((0, 12, 24), (1, 0, 16), (2, 20, 40)))
+    reader.finish()
+    assert (reader.work.nbytes, reader.work.hashed_nbytes, reader.work.again_nbytes) == (80, 80, 0)
+
+
+@pytest.mark.parametrize("damaged, key", [(0, "a"), (1, "b"), (2, "c")])
+def test_a_digest_that_does_not_hold_is_told_when_the_last_byte_was_read(damaged, key, folder):
+    digests = [*GOOD]
+    digests[damaged] = sha256(b"?")
+    reader = reader_of(folder, *digests)
+    reader.read(0, spans((0, 0, 12), (1, 0, 8), (2, 0, 20)))
+    with pytest.raises(IntegrityError) as refused:
+        reader.read(1, spans((0, 12, 24), (1, 8, 16), (2, 20, 40)))
+    text = str(refused.value)
+    assert NAMES[PLACES[damaged][0]] in text
+    assert f"array {key!r} has digest {GOOD[damaged]}" in text and sha256(b"?") in text
+
+
+def test_nothing_is_hashed_when_it_is_not_asked_for(folder):
+    reader = reader_of(folder, *[sha256(b"?")] * 3, hashing=False)
+    reader.read(0, spans((0, 0, 24), (1, 0, 16)))
+    reader.finish()
+    assert reader.work.hashed_nbytes == 0
+
+
+def test_an_array_without_digest_is_not_hashed(folder):
+    reader = reader_of(folder, None, sha256(B), None)
+    reader.read(0, spans((0, 0, 24), (1, 0, 16), (2, 0, 40)))
+    reader.finish()
+    assert reader.work.hashed_nbytes == 16
+
+
+@pytest.mark.parametrize(
+    "why, rounds, again",
+    [
+        ("padding before and after the box", [[(0, 4, 20)]], 8),
+        ("padding within", [[(0, 0, 8)], [(0, 16, 24)]], 8),
+        ("the second half first", [[(0, 12, 24)], [(0, 0, 12)]], 12),
+        ("only the first bytes are needed", [[(0, 0, 1)]], 23),
+    ],
+)
+def test_what_a_digest_needs_and_no_round_reads_in_order_is_read_for_it(why, rounds, again, folder):
+    for digest, fails in ((sha256(A), False), (sha256(b"?"), True)):
+        reader = reader_of(folder, digest, None, None)
+        try:
+            for number, parts in enumerate(rounds):
+                reader.read(number, spans(*parts))
+            reader.finish()
+            assert not fails
+            assert (reader.work.again_nbytes, reader.work.hashed_nbytes) == (again, again + reader.work.nbytes)
+        except IntegrityError:
+            assert fails
+
+
+def test_an_array_that_no_round_reads_is_not_opened(folder):
+    (folder / NAMES[1]).unlink()
+    reader = reader_of(folder, *GOOD)
+    reader.read(0, spans((0, 0, 24)))
+    reader.finish()
+
+
+@pytest.mark.parametrize("why, content", [("cut short", FILES[NAMES[1]][:30]), ("emptied", b"")])
+def test_a_file_that_shrank_is_a_storage_error(why, content, folder):
+    (folder / NAMES[1]).write_bytes(content)
+    with pytest.raises(StorageError, match=NAMES[1]):
+        reader_of(folder, *GOOD).read(0, spans((2, 0, 40)))
+
+
+# Writing
+
+
+def writer_of(folder, hashing=True) -> Writer:
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content[:8] + b"." * (len(content) - 8))
+    return Writer(Files(folder, os.O_RDWR), NAMES, table(None, None, None), 128, hashing)
+
+
+CONTENT = {0: A, 1: B, 2: C}
+
+
+def fill(writer: Writer, number: int, parts) -> Spans:
+    wanted = spans(*parts)
+    buffer = writer.buffer(number)
+    for (array, first, last), position in zip(parts, wanted.position.tolist(), strict=True):
+        buffer[position : position + last - first] = np.frombuffer(CONTENT[array][first:last], np.uint8)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "why, rounds, again",
+    [
+        ("all at once", [[(0, 0, 24), (1, 0, 16), (2, 0, 40)]], 0),
+        ("in order", [[(0, 0, 12), (2, 0, 8)], [(0, 12, 24), (2, 8, 40)], [(1, 0, 16)]], 0),
+        ("the second half first", [[(0, 12, 24)], [(0, 0, 12), (1, 0, 16), (2, 0, 40)]], 12),
+        ("backwards", [[(2, 20, 40)], [(2, 0, 20), (1, 0, 16)], [(0, 0, 24)]], 20),
+    ],
+)
+def test_what_is_written_has_its_digest_whatever_the_order(why, rounds, again, folder):
+    writer = writer_of(folder)
+    for number, parts in enumerate(rounds):
+        writer.write(number, fill(writer, number, parts))
+    digests = writer.finish()
+    assert {array: "sha256:" + digest.hex() for array, digest in digests.items()} == dict(enumerate(GOOD))
+    assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
+    assert (writer.work.nbytes, writer.work.again_nbytes) == (80, again)
+
+
+def test_without_hashing_there_are_no_digests_but_the_same_bytes(folder):
+    writer = writer_of(folder, hashing=False)
+    writer.write(0, fill(writer, 0, [(0, 0, 24), (1, 0, 16), (2, 0, 40)]))
+    assert writer.finish() == {}
+    assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
+
+
+def test_every_file_that_was_written_is_synced_and_no_other(folder, monkeypatch):
+    synced = []
+    plain = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or plain(fd))
+    writer = writer_of(folder)
+    writer.write(0, fill(writer, 0, [(2, 0, 40)]))
+    writer.finish()
+    assert synced == [str(folder / NAMES[1])]
+
+
+def test_a_writer_of_nothing_has_no_digests(folder):
+    writer = writer_of(folder)
+    writer.write(0, spans())
+    assert writer.finish() == {}
+
+
+# Both, on a whole plan
+
+
+def test_a_job_of_one_rank_moves_hashes_and_reads_each_byte_once(tmp_path):
+    """Rows to columns, in twenty rounds: neither side has to read anything again."""
+
+    def parts(axis: int) -> list[tuple[int, Tile]]:
+        extent = (20, 15) if axis else (10, 30)
+        return [(n, Tile((0, 15 * n) if axis else (10 * n, 0), extent, (0, 0), extent)) for n in (0, 1)]
+
+    job = describe_job(Dice(3), 1, 150, [Tensor("float32", (20, 30), parts(0), parts(1))], 2, 2)
+    plan = job.plan()
+    assert plan.nrounds > 10
+    names = ("0", "1")
+    for side in ("source", "target"):
+        (tmp_path / side).mkdir()
+        for name, shard in zip(names, getattr(job, side).shards, strict=True):
+            (tmp_path / side / name).write_bytes(shard)
+    arrays = plan.source.arrays
+    rows = [
+        digest_row(sha256(bytes(job.source.shards[f][b : b + n])))
+        for f, b, n in zip(arrays.file, arrays.begin, arrays.nbytes, strict=True)
+    ]
+    arrays = ArrayTable(arrays.file, arrays.begin, arrays.nbytes, arrays.rank, np.stack(rows), np.ones(2, np.int64))
+    from reshard_mpi.mpi.exchange import copy_tiles
+
+    with Files(tmp_path / "source") as source, Files(tmp_path / "target", os.O_RDWR) as target:
+        reader = Reader(source, names, ("a", "b"), arrays, plan.buffer_nbytes, True)
+        writer = Writer(target, names, plan.target.arrays, plan.buffer_nbytes, True)
+        for number in range(plan.nrounds):
+            work = expand_round(plan, number, 0)
+            copy_tiles(reader.read(number, work.read), work.local_from, writer.buffer(number), work.local_to)
+            writer.write(number, work.write)
+        reader.finish()
+        digests = writer.finish()
+    for name, expected in zip(names, job.expected, strict=True):
+        written = (tmp_path / "target" / name).read_bytes()
+        assert written[-1200:] == expected[-1200:]
+        assert digests[int(name)] == hashlib.sha256(expected[-1200:]).digest()
+    assert (reader.work.nbytes, reader.work.again_nbytes) == (2400, 0)
+    assert (writer.work.nbytes, writer.work.again_nbytes) == (2400, 0)
