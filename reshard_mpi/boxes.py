@@ -133,6 +133,26 @@ def _filtered(a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: I
         first = last
 
 
+def equal_rows(*columns: Ints) -> tuple[Ints, Ints]:
+    """Of each distinct row of the columns the first that has it; and for each row the number of its distinct row.
+
+    Distinct rows are numbered in their order. (numpy.unique(axis=0) compares rows as bytes: several times slower.)
+
+    >>> first, number = equal_rows(np.array([3, 1, 3]), np.array([0, 0, 0]))
+    >>> first.tolist(), number.tolist()
+    ([1, 0], [1, 0, 1])
+    """
+    order = np.lexsort(columns[::-1])
+    differs = np.zeros(max(len(order) - 1, 0), bool)
+    for column in columns:
+        ordered = column[order]
+        differs |= ordered[1:] != ordered[:-1]
+    begins = np.append(True, differs)[: len(order)]
+    number = np.empty(len(order), np.int64)
+    number[order] = np.cumsum(begins) - 1
+    return order[begins], number
+
+
 def find_overlaps(boxes: Boxes, group: Ints) -> list[tuple[int, int]]:
     """Of each group in which different boxes share an element, the first two that do. Boxes must not be empty."""
     i, j = join(boxes, boxes, group, group)

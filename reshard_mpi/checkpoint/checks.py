@@ -129,7 +129,8 @@ def _box_messages(
             "one number an axis",
         )
     found = []
-    if any(start + size > whole for start, size, whole in zip(offset, extent, shape, strict=True)):
+    beyond = any(start + size > whole for start, size, whole in zip(offset, extent, shape, strict=True))
+    if beyond and 0 not in extent:
         found.append(f"box {box_text(offset, extent)} lies outside the tensor's shape {list(shape)}")
     sums = tuple(
         before + size + after for before, size, after in zip(padding.before, extent, padding.after, strict=True)
@@ -263,11 +264,8 @@ def _replica_faults(fragments: Sequence[Fragment], found: Findings) -> Iterator[
                 where,
                 f"{len(members)} members ({names(m.fragment_id for m in members)}), member_count says {names(sorted(counts))}",
             )
-        elif [member.replica.member_index for member in members] != list(range(len(members))):
-            yield InputError(
-                where,
-                f"member_index {[m.replica.member_index for m in members]}, expected 0 to {len(members) - 1}, each once",
-            )
+        elif len({member.replica.member_index for member in members}) < len(members):
+            yield InputError(where, f"member_index {[m.replica.member_index for m in members]}, expected each once")
         elif len({(member.logical_tensor_id, member.box) for member in members}) > 1:
             yield InputError(
                 where,
@@ -285,14 +283,17 @@ def _replica_faults(fragments: Sequence[Fragment], found: Findings) -> Iterator[
 
 
 def distinct_boxes(tensor: Sequence[Fragment]) -> list[Fragment]:
-    """The fragments with elements, one (member 0) of each replica group."""
-    return [f for f in tensor if f.has_elements and (f.replica.member_count == 1 or f.replica.member_index == 0)]
+    """The fragments with elements; of each replica group the first member."""
+    first = {group_id: members[0] for group_id, members in replica_groups(tensor).items()}
+    return [
+        f for f in tensor if f.has_elements and (f.replica.member_count == 1 or f is first[f.replica.group_id or ""])
+    ]
 
 
 def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
     boxes_of = {tensor_id: distinct_boxes(tensor) for tensor_id, tensor in tensors.items()}
     everything = [fragment for boxes in boxes_of.values() for fragment in boxes]
-    naxes = max((len(fragment.global_shape) for fragment in everything), default=0)
+    naxes = max((len(tensor[0].global_shape) for tensor in tensors.values()), default=0)
     fill = [(0,) * (naxes - k) for k in range(naxes + 1)]
     start = np.array([f.element_offset + fill[len(f.global_shape)] for f in everything], np.int64).reshape(
         len(everything), naxes

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard_mpi.boxes import Boxes, Ints, join
+from reshard_mpi.boxes import Boxes, Ints, equal_rows, join
 from reshard_mpi.errors import PlanningError
 from reshard_mpi.plan.plan import BUFFERS, ArrayTable, Plan, Side
 from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
-from reshard_mpi.plan.slabs import SPARE_NBYTES, SlabTensor, cut_slabs
+from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Slabs, SlabTensor, cut_slabs
 from reshard_mpi.plan.stored import ByteForm, StoredBoxes, padded_to
 
 LEAST_ROUND_NBYTES = 1 << 14
@@ -61,11 +61,7 @@ def make_plan(
     naxes = max((len(tensor.form.shape) for tensor in tensors), default=1)
     source = _read_side(_boxes_of(tensors, naxes, source_arrays, target=False), nshards[0], resources)
     target = _written_side(_boxes_of(tensors, naxes, target_arrays, target=True), source, nshards[1], resources)
-    holders = _most_holders(target)
-    slabs = cut_slabs(_slab_tensors(tensors, naxes, source, target, holders, resources), naxes)
-    read = _loads(slabs.boxes, slabs.tensor, source)
-    sent = Loads(read.slab, read.rank, read.nbytes * holders[slabs.tensor[read.slab]])
-    loads = [read, _loads(slabs.boxes, slabs.tensor, target), sent]
+    slabs, loads = _slabs_that_fit(tensors, naxes, source, target, resources)
     rounds, buffer_nbytes = deal_rounds(loads, slabs.sequence, resources.nranks, resources.round_nbytes)
     order = np.array([slab for members in rounds for slab in sorted(members)], np.int64)
     round_first = np.cumsum([0, *map(len, rounds)])
@@ -163,44 +159,74 @@ def _side(rows: _Rows, shares: Shares, arrays: ArrayTable) -> Side:
 
 
 def _twins(boxes: Boxes, tensor: Ints, rank: Ints) -> Ints:
-    columns = np.column_stack([tensor, rank, boxes.start, boxes.stop])
-    _, first, numbered = np.unique(columns, axis=0, return_index=True, return_inverse=True)
-    return first[numbered.ravel()].astype(np.int64)
+    first, number = equal_rows(tensor, rank, *boxes.start.T, *boxes.stop.T)
+    return first[number]
 
 
 def _most_holders(target: Side) -> Ints:
     """Of each tensor, the most ranks that any byte of it is sent to."""
-    boxes = np.column_stack([target.tensor, target.stored.boxes.start, target.stored.boxes.stop])[target.is_own]
-    distinct, count = np.unique(boxes, axis=0, return_counts=True)
+    own = np.flatnonzero(target.is_own)
+    boxes, tensor = target.stored.boxes.take(own), target.tensor[own]
+    first, number = equal_rows(tensor, *boxes.start.T, *boxes.stop.T)
     most = np.ones(len(target.first) - 1, np.int64)
-    np.maximum.at(most, distinct[:, 0], count)
+    np.maximum.at(most, tensor[first], np.bincount(number, minlength=len(first)))
     return most
 
 
+def _slabs_that_fit(
+    tensors: Sequence[PlannedTensor], naxes: int, source: Side, target: Side, resources: Resources
+) -> tuple[Slabs, list[Loads]]:
+    """Slabs none of which costs a rank more than a round may, and what they cost: read, written, sent."""
+    holders = _most_holders(target)
+    limits = np.full(len(tensors), resources.round_nbytes)
+    while True:
+        slabs = cut_slabs(_slab_tensors(tensors, naxes, source, target, holders, limits, resources), naxes)
+        read = _loads(slabs.boxes, slabs.tensor, source)
+        sent = Loads(read.slab, read.rank, read.nbytes * holders[slabs.tensor[read.slab]])
+        loads = [read, _loads(slabs.boxes, slabs.tensor, target), sent]
+        beyond = [load.slab[load.nbytes > resources.round_nbytes] for load in loads]
+        too_large = np.unique(slabs.tensor[np.concatenate(beyond)])
+        if not len(too_large):
+            return slabs, loads
+        if limits[too_large].min() <= 1:
+            least = BUFFERS * max(int(load.nbytes.max()) for load in loads)
+            raise PlanningError(
+                "--memory", f"a tensor is stored in too many small pieces; give at least {-(-least // 1024)}K"
+            )
+        # Many small pieces, or padding between them: each costs more than its bytes.
+        limits[too_large] //= 2
+
+
 def _slab_tensors(
-    tensors: Sequence[PlannedTensor], naxes: int, source: Side, target: Side, holders: Ints, resources: Resources
+    tensors: Sequence[PlannedTensor],
+    naxes: int,
+    source: Side,
+    target: Side,
+    holders: Ints,
+    limits: Ints,
+    resources: Resources,
 ) -> list[SlabTensor]:
     """What the cut of each tensor depends on."""
-    in_order = target.is_alone[target.array]
+    own, in_order = np.flatnonzero(target.is_own), target.is_alone[target.array]
+    first_own = np.searchsorted(target.tensor[own], np.arange(len(tensors) + 1)).tolist()
     found = []
     for index, tensor in enumerate(tensors):
-        read, written = (slice(int(side.first[index]), int(side.first[index + 1])) for side in (source, target))
+        read = slice(int(source.first[index]), int(source.first[index + 1]))
+        written = own[first_own[index] : first_own[index + 1]]
         sources = source.stored.boxes.take(read)
-        nboxes = read.stop - read.start + written.stop - written.start
-        limit = resources.round_nbytes // int(holders[index])
         ordered = None
         if resources.hashing:
-            hashed = np.flatnonzero(in_order[written]) + written.start
-            ordered = Boxes(
-                *(np.concatenate([a, b]) for a, b in zip(sources, target.stored.boxes.take(hashed), strict=True))
-            )
+            rows = slice(int(target.first[index]), int(target.first[index + 1]))
+            hashed = np.flatnonzero(in_order[rows]) + rows.start
+            ordered = Boxes(*map(np.concatenate, zip(sources, target.stored.boxes.take(hashed), strict=True)))
         found.append(
             SlabTensor(
                 (1,) * (naxes - len(tensor.form.shape)) + tensor.form.shape,
-                sources,
-                source.stored.stride[read],
+                Held(sources, source.stored.stride[read], source.rank[read]),
+                Held(target.stored.boxes.take(written), target.stored.stride[written], target.rank[written]),
                 ordered,
-                max(limit - SPARE_NBYTES * nboxes, limit // 2, 1),
+                int(holders[index]),
+                max(int(limits[index]) - SPARE_NBYTES, 1),
             )
         )
     return found
@@ -212,8 +238,11 @@ def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> Loads:
     slab, index = join(slabs, side.stored.boxes.take(own), slab_tensor, side.tensor[own])
     row = own[index]
     first, last = side.stored.spans(row, side.stored.parts(row, slabs.take(slab)))
-    rank, nranks = side.rank[row], int(side.rank.max(initial=0)) + 1
-    pairs, numbered = np.unique(slab * nranks + rank, return_inverse=True)
-    nbytes = np.zeros(len(pairs), np.int64)
-    np.add.at(nbytes, numbered, last - first + SPARE_NBYTES)
-    return Loads(*np.divmod(pairs, nranks), nbytes)
+    rank, file = side.rank[row], side.arrays.file[side.array[row]]
+    order = np.lexsort((first, file, rank, slab))
+    slab, rank, file, first, last = slab[order], rank[order], file[order], first[order], last[order]
+    # What follows on in the file needs no alignment of its own.
+    touches = (first[1:] == last[:-1]) & (file[1:] == file[:-1]) & (rank[1:] == rank[:-1]) & (slab[1:] == slab[:-1])
+    nbytes = last - first + np.where(np.append(False, touches), 0, SPARE_NBYTES)
+    begins = np.flatnonzero(np.append(True, (slab[1:] != slab[:-1]) | (rank[1:] != rank[:-1]))[: len(slab)])
+    return Loads(slab[begins], rank[begins], np.add.reduceat(nbytes, begins) if len(begins) else nbytes)

@@ -6,7 +6,7 @@
 Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,14 +17,28 @@ from reshard_mpi.plan.stored import StoredBoxes
 
 @dataclass(frozen=True)
 class Spans:
-    """Byte spans of files and their positions in a buffer, in file order; neighbours in a file are neighbours in the buffer."""
+    """Byte spans of files and their positions in a buffer, in file order.
+
+    Span i is of stored array `array[i]`, at `offset[i]` of its file, `nbytes[i]` long, at `position[i]` of the buffer. Spans
+    that touch or overlap in a file do so in the buffer: each run of them, `runs`, is one read or write.
+    """
 
     array: Ints
+    offset: Ints
+    nbytes: Ints
+    position: Ints
+    runs: "Runs"
+    buffer_nbytes: int
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous ranges of files: `nbytes[k]` bytes at `offset[k]` of file `file[k]`, at `position[k]` of a buffer."""
+
     file: Ints
     offset: Ints
     nbytes: Ints
     position: Ints
-    buffer_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -119,25 +133,35 @@ def _spans(side: Side, parts: _Parts) -> tuple[Spans, Ints]:
     """The spans of the parts, in file order, and the buffer position of each part's first byte."""
     first, last = side.stored.spans(parts.row, parts.boxes)
     array = side.array[parts.row]
-    file = side.arrays.file[array]
-    order = np.lexsort((last, first, file))
-    position = np.empty(len(order), np.int64)
-    placed, end = _buffer_positions(file[order], first[order], last[order])
-    position[order] = placed
-    return Spans(array[order], file[order], first[order], (last - first)[order], placed, end), position
-
-
-def _buffer_positions(file: Ints, first: Ints, last: Ints) -> tuple[Ints, int]:
-    """Positions that keep what is adjacent in a file adjacent, and 8-byte alignment as in the file."""
-    if not len(file):
-        return np.empty(0, np.int64), 0
-    adjacent = np.append(False, (file[1:] == file[:-1]) & (first[1:] == last[:-1]))
-    run = np.cumsum(~adjacent) - 1
-    run_first, run_last = first[~adjacent], last[np.append(~adjacent[1:], True)]
+    order = np.lexsort((last, first, side.arrays.file[array]))
+    array, first, last = array[order], first[order], last[order]
+    runs, run = _runs(side.arrays.file[array], first, last)
     # A run takes its length, the bytes that align it, and the bytes that bring the next one back to a multiple of 8.
-    room = (run_last - run_first + run_first % 8 + 7) // 8 * 8
-    begin = np.cumsum(room) - room + run_first % 8
-    return begin[run] + first - run_first[run], int(room.sum())
+    room = (runs.nbytes + runs.offset % 8 + 7) // 8 * 8
+    runs = replace(runs, position=np.cumsum(room) - room + runs.offset % 8)
+    placed = runs.position[run] + first - runs.offset[run]
+    position = np.empty(len(order), np.int64)
+    position[order] = placed
+    return Spans(array, first, last - first, placed, runs, int(room.sum())), position
+
+
+def _runs(file: Ints, first: Ints, last: Ints, position: Ints | None = None) -> tuple[Runs, Ints]:
+    """Spans, in file order, that touch or overlap, as one run each; and the run of each span.
+
+    With `position`, spans must also lie in the buffer as they lie in the file.
+    """
+    if not len(file):
+        return Runs(file, first, last, first), file
+    reached = np.maximum.accumulate(file * (1 + int(last.max())) + last) - file * (1 + int(last.max()))
+    joined = (file[1:] == file[:-1]) & (first[1:] <= reached[:-1])
+    if position is not None:
+        joined &= first[1:] - first[:-1] == position[1:] - position[:-1]
+    begins = np.append(True, ~joined)
+    run = np.cumsum(begins) - 1
+    ends = np.append(~joined, True)
+    offset = first[begins]
+    at = np.zeros(len(offset), np.int64) if position is None else position[begins]
+    return Runs(file[begins], offset, reached[ends] - offset, at), run
 
 
 @dataclass(frozen=True)
@@ -191,7 +215,6 @@ def _with_twins(side: Side, targets: _Parts, rank: int, lands: _Parts, landing: 
     position = land_position[_index_of(lands.row, side.twin[mine.row], lands.slab, mine.slab)]
     array = side.array[mine.row]
     order = np.lexsort((first, side.arrays.file[array]))
-    array = array[order]
-    return Spans(
-        array, side.arrays.file[array], first[order], (last - first)[order], position[order], landing.buffer_nbytes
-    )
+    array, first, last, position = array[order], first[order], last[order], position[order]
+    runs, _ = _runs(side.arrays.file[array], first, last, position)
+    return Spans(array, first, last - first, position, runs, landing.buffer_nbytes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard_mpi.boxes import Boxes, Ints, join, meet
+from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.plan.stored import StoredBoxes
 
 LEAST_SHARE_NBYTES = 1 << 18  # rows that are less are not divided
@@ -141,11 +141,10 @@ def _joined_where_they_overlap(box: Ints, low: Ints, high: Ints, stored: StoredB
 
 def _entries(box: Ints, low: Ints, high: Ints, rank: Ints, nbytes: Ints) -> tuple[Ints, Ints, Ints]:
     """(box, low, high) of each band, the ranks that contribute to it, and how much; one row a band and rank, sorted."""
-    columns = np.column_stack([box, low, high, rank])
-    distinct, numbered = np.unique(columns, axis=0, return_inverse=True)
-    total = np.zeros(len(distinct), np.int64)
-    np.add.at(total, numbered.ravel(), nbytes)
-    return distinct[:, :3], distinct[:, 3], total
+    first, number = equal_rows(box, low, high, rank)
+    total = np.zeros(len(first), np.int64)
+    np.add.at(total, number, nbytes)
+    return np.column_stack([box, low, high])[first], rank[first], total
 
 
 def _divided(band: Ints, nbytes: Ints, stored: StoredBoxes) -> tuple[Ints, Ints]:

@@ -26,17 +26,26 @@ class Slabs(NamedTuple):
     sequence: Ints
 
 
+class Held(NamedTuple):
+    """Boxes of one tensor and the ranks that hold them; `stride`: bytes of the file per step along each axis."""
+
+    boxes: Boxes
+    stride: Ints
+    rank: Ints
+
+
 class SlabTensor(NamedTuple):
     """What the cut of one tensor depends on. Boxes are in bytes.
 
-    `stride` is that of the source boxes. `ordered` are the boxes that must pass front to back; None: slabs are free.
-    `limit_nbytes` is what a slab may cost the busiest rank.
+    `ordered` are the boxes that must pass front to back; None: slabs are free. `copies`: the most ranks that a byte is sent
+    to. `limit_nbytes` is what a slab may cost any rank.
     """
 
     shape: tuple[int, ...]
-    sources: Boxes
-    stride: Ints
+    read: Held
+    written: Held
     ordered: Boxes | None
+    copies: int
     limit_nbytes: int
 
 
@@ -48,11 +57,7 @@ def cut_slabs(tensors: Sequence[SlabTensor], naxes: int) -> Slabs:
     count = []
     nsequences = 0
     for tensor in tensors:
-        axis, row_nbytes = _slab_axis(tensor)
-        source_starts = np.unique(tensor.sources.start[:, axis]).tolist()
-        cuts = np.array(
-            _row_cuts(tensor.shape[axis], max(tensor.limit_nbytes // row_nbytes, 1), source_starts), np.int64
-        )
+        axis, cuts = _cuts(tensor)
         prefixes = np.indices(tensor.shape[:axis], np.int64).reshape(axis, -1).T if axis else np.zeros((1, 0), np.int64)
         nslabs = len(prefixes) * (len(cuts) - 1)
         low = np.zeros((nslabs, naxes), np.int64)
@@ -62,7 +67,9 @@ def cut_slabs(tensors: Sequence[SlabTensor], naxes: int) -> Slabs:
         low[:, axis], high[:, axis] = np.tile(cuts[:-1], len(prefixes)), np.tile(cuts[1:], len(prefixes))
         start.append(low)
         stop.append(high)
-        if tensor.ordered is None:
+        if nslabs == 1:
+            numbered = np.zeros(1, np.int64)
+        elif tensor.ordered is None:
             numbered = np.arange(nslabs)
         elif len(prefixes) > 1:
             numbered = np.zeros(nslabs, np.int64)
@@ -78,25 +85,35 @@ def cut_slabs(tensors: Sequence[SlabTensor], naxes: int) -> Slabs:
     )
 
 
-def _slab_axis(tensor: SlabTensor) -> tuple[int, int]:
-    """The first axis of which one row is within the limit, and the most bytes that reading a row can cost a rank."""
-    boxes, stride = tensor.sources, tensor.stride
+def _cuts(tensor: SlabTensor) -> tuple[int, Ints]:
+    """The axis along which the tensor is cut, all indices before it being fixed, and where."""
+    nbytes = math.prod(tensor.shape)
+    if nbytes * tensor.copies <= tensor.limit_nbytes and _is_tight(tensor.read.boxes, tensor.read.stride, 0):
+        return 0, np.array([0, tensor.shape[0]], np.int64)
     for axis in range(len(tensor.shape)):
-        row_nbytes = math.prod(tensor.shape[axis + 1 :])
-        tight = np.prod(boxes.stop[:, axis + 1 :] - boxes.start[:, axis + 1 :], axis=1)
-        if np.any(stride[:, axis] != tight):  # stored padding is read too: of all boxes that share a row, at the worst
-            row_nbytes = max(row_nbytes, _busiest_row(boxes, stride, axis))
+        row_nbytes = max(_busiest_row(tensor.read, axis) * tensor.copies, _busiest_row(tensor.written, axis))
         if row_nbytes <= tensor.limit_nbytes:
             break
-    return axis, row_nbytes
+    source_starts = np.unique(tensor.read.boxes.start[:, axis]).tolist()
+    return axis, np.array(
+        _row_cuts(tensor.shape[axis], max(tensor.limit_nbytes // row_nbytes, 1), source_starts), np.int64
+    )
 
 
-def _busiest_row(boxes: Boxes, stride: Ints, axis: int) -> int:
-    cuts, numbered = np.unique(np.concatenate([boxes.start[:, axis], boxes.stop[:, axis]]), return_inverse=True)
-    change = np.zeros(len(cuts), np.int64)
-    np.add.at(change, numbered[: len(stride)], stride[:, axis])
-    np.add.at(change, numbered[len(stride) :], -stride[:, axis])
-    return int(np.cumsum(change).max())
+def _is_tight(boxes: Boxes, stride: Ints, axis: int) -> bool:
+    """Are there no bytes of padding between the rows?"""
+    rows = np.prod(boxes.stop[:, axis + 1 :] - boxes.start[:, axis + 1 :], axis=1)
+    return bool(np.all(stride[:, axis] == rows))
+
+
+def _busiest_row(held: Held, axis: int) -> int:
+    """The most bytes that one row of the axis costs a rank: of all its boxes that share the row, padding included."""
+    nboxes = len(held.rank)
+    edge = np.concatenate([held.boxes.start[:, axis], held.boxes.stop[:, axis]])
+    change = np.concatenate([held.stride[:, axis], -held.stride[:, axis]])
+    # Within a rank by row; where a box ends and the next begins, the end comes first.
+    order = np.lexsort((np.repeat([1, 0], nboxes), edge, np.tile(held.rank, 2)))
+    return int(np.cumsum(change[order]).max())
 
 
 def _bands(boxes: Boxes, axis: int) -> list[int]:

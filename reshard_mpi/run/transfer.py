@@ -12,10 +12,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard_mpi.boxes import Ints
 from reshard_mpi.errors import IntegrityError
 from reshard_mpi.plan.plan import ArrayTable, Side
-from reshard_mpi.plan.rounds import Spans
+from reshard_mpi.plan.rounds import Runs, Spans
 from reshard_mpi.storage.digests import RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
@@ -65,14 +64,8 @@ class Reader:
         """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
         buffer = self._buffers.of_round(number)
         started = time.perf_counter()
-        for first, last in _runs(spans):
-            nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
-            position = int(spans.position[first])
-            self._files.read(
-                self._names[spans.file[first]],
-                int(spans.offset[first]),
-                buffer.data[position : position + nbytes],
-            )
+        for file, offset, nbytes, position in _rows(spans.runs):
+            self._files.read(self._names[file], offset, buffer.data[position : position + nbytes])
             self.work.nbytes += nbytes
         self.work.seconds += time.perf_counter() - started
         if self._hashing:
@@ -81,9 +74,7 @@ class Reader:
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
         started = time.perf_counter()
-        for array, offset, nbytes, position in zip(
-            *(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True
-        ):
+        for array, offset, nbytes, position in _rows(spans):
             if not self._arrays.has_digest[array]:
                 continue
             running = self._digests.get(array)
@@ -144,25 +135,17 @@ class Writer:
         """Write the buffer of round `number`."""
         buffer = self._buffers.of_round(number)
         started = time.perf_counter()
-        for first, last in _runs(spans):
-            nbytes = int(spans.offset[last] + spans.nbytes[last] - spans.offset[first])
-            position = int(spans.position[first])
-            self._files.write(
-                self._names[spans.file[first]],
-                int(spans.offset[first]),
-                buffer.data[position : position + nbytes],
-            )
+        for file, offset, nbytes, position in _rows(spans.runs):
+            self._files.write(self._names[file], offset, buffer.data[position : position + nbytes])
             self.work.nbytes += nbytes
-        self._written.update(np.unique(spans.file).tolist())
+        self._written.update(spans.runs.file.tolist())
         self.work.seconds += time.perf_counter() - started
         if self._on_the_way:
             self._hash(spans, buffer)
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
         started = time.perf_counter()
-        for array, offset, nbytes, position in zip(
-            *(column.tolist() for column in (spans.array, spans.offset, spans.nbytes, spans.position)), strict=True
-        ):
+        for array, offset, nbytes, position in _rows(spans):
             if array in self._on_the_way:
                 self._hashed[array].feed(
                     offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes]
@@ -192,14 +175,7 @@ class Writer:
         self._files.read(name, begin + within, into)
 
 
-def _runs(spans: Spans) -> Iterator[tuple[int, int]]:
-    """(first, last) of each run of spans that follow each other in the file and in the buffer: one system call each."""
-    if not len(spans.file):
-        return
-    joined = (
-        (spans.file[1:] == spans.file[:-1])
-        & (spans.offset[1:] == (spans.offset + spans.nbytes)[:-1])
-        & (spans.position[1:] == (spans.position + spans.nbytes)[:-1])
-    )
-    breaks: Ints = np.flatnonzero(~joined)
-    yield from zip([0, *(breaks + 1).tolist()], [*breaks.tolist(), len(spans.file) - 1], strict=True)
+def _rows(spans: Spans | Runs) -> Iterator[tuple[int, int, int, int]]:
+    """(array or file, offset, bytes, position) of each."""
+    of = spans.array if isinstance(spans, Spans) else spans.file
+    yield from zip(of.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), spans.position.tolist(), strict=True)
