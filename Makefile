@@ -1,6 +1,6 @@
 # Paths are relative, so that the checkout may lie in a folder with spaces in its name.
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-2 test-3 test-4 lint types clean
+.PHONY: help venv run test test-2 test-3 test-4 bench lint types clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -35,6 +35,7 @@ help:
 	@echo 'make run            reshard the built-in sample with 4 ranks'
 	@echo 'make test           run all tests (ARGS=...: more options for pytest)'
 	@echo 'make test-N         run tests/mpi alone with N ranks: 2, 3 or 4'
+	@echo 'make bench          measure beside cp and other programs (ARGS=--help: what can be chosen)'
 	@echo 'make lint           check the style of Python and shell code'
 	@echo 'make types          check the types'
 	@echo 'make clean          remove environments and all that runs leave behind'
@@ -72,6 +73,9 @@ test: .venv/.stamp-$(MPI)-test .venv-$(OTHER_MPI)/.stamp
 
 test-2 test-3 test-4: test-%: .venv/.stamp-$(MPI)-test
 	@PATH="$$PWD/.venv/bin:$$PATH" mpirun -n $* python -m mpi4py -m pytest --with-mpi -q tests/mpi $(ARGS)
+
+bench: .venv/.stamp-$(MPI)-test .venv-$(OTHER_MPI)/.stamp
+	@.venv/bin/python -m tests.benchmarks $(ARGS)
 
 lint: .venv/.stamp-$(MPI)-test
 	@.venv/bin/ruff check --quiet --config .ci/ruff.toml .

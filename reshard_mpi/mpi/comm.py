@@ -3,6 +3,7 @@
 An expected error never ends one rank alone. It is caught at an agreement, gathered, and raised on all ranks as one.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from reshard_mpi.errors import ReshardError, first_to_tell, storage_error
 
 T = TypeVar("T")
 ROOT = 0
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 5e-3  # seconds
 
 
 class Agreement:
@@ -52,10 +54,24 @@ def raise_together(comm: MPI.Comm, error: ReshardError | None) -> None:
 
     A signal that asked any rank to stop is such an error.
     """
+    _await_all(comm)
     found = comm.allgather(error or stop.request())
     told = first_to_tell(error for error in found if error is not None)
     if told is not None:
         raise told
+
+
+def _await_all(comm: MPI.Comm) -> None:
+    """Collective: return when all ranks are here, without keeping a core busy meanwhile.
+
+    Blocking collectives spin: while rank 0 plans, or one rank reads, the others would take its cores away where there are more
+    ranks than cores. And signals are seen at once, which within a blocking call they aren't.
+    """
+    request = comm.Ibarrier()
+    pause = SHORTEST_PAUSE
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
 
 
 def on_root(comm: MPI.Comm, function: Callable[[], T]) -> T | None:

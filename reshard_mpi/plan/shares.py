@@ -17,7 +17,6 @@ from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.plan.stored import StoredBoxes
 
 LEAST_SHARE_NBYTES = 1 << 18  # rows that are less are not divided
-ALIGNMENT = 4096  # of the boundary between two ranks in one file, where rows allow
 
 
 class Shares(NamedTuple):
@@ -84,9 +83,10 @@ def equal_shares(stored: StoredBoxes, order: Ints, nranks: int) -> Shares:
     limits = [total * (k + 1) // nranks for k in range(nranks)]
     first_rank = np.searchsorted(limits, ends - nbytes, side="right")
     last_rank = np.minimum(np.searchsorted(limits, ends - 1, side="right"), nranks - 1)
+    leading_axes = stored.leading_axes
     for index in range(len(order)):
         box, low, high = order[index], int(first_rank[index]), int(last_rank[index])
-        axis = int(stored.leading_axes[box])
+        axis = int(leading_axes[box])
         edge = int(stored.boxes.start[box, axis])
         nrows = int(stored.boxes.stop[box, axis]) - edge
         begin = int(ends[index] - nbytes[index])
@@ -178,18 +178,13 @@ def _one_of_each(band: Ints, number: Ints, begins: Ints, nbytes: Ints, stored: S
 
 
 def _merged(stored: StoredBoxes, box: Ints, low: Ints, high: Ints, rank: Ints) -> Shares:
-    """Neighbours of one rank become one share; boundaries between ranks are moved to aligned places."""
+    """Neighbours of one rank become one share."""
     order = np.lexsort((low, box))
     box, low, high, rank = box[order], low[order], high[order], rank[order]
-    joined = np.append(False, (box[1:] == box[:-1]) & (rank[1:] == rank[:-1]) & (low[1:] == high[:-1]))
-    begins = np.flatnonzero(~joined)
-    ends = np.append(begins[1:], len(box)) - 1
+    joined = (box[1:] == box[:-1]) & (rank[1:] == rank[:-1]) & (low[1:] == high[:-1])
+    begins = np.flatnonzero(np.append(True, ~joined)[: len(box)])
+    ends = np.flatnonzero(np.append(~joined, True)[: len(box)])
     box, low, high, rank = box[begins], low[begins], high[ends], rank[begins]
-    inner = np.flatnonzero((box[1:] == box[:-1]) & (low[1:] == high[:-1]))
-    for k in inner.tolist():
-        high[k] = low[k + 1] = stored.aligned_row(int(box[k]), int(high[k]), int(high[k + 1]), ALIGNMENT)
-    kept = low < high
-    box, low, high, rank = box[kept], low[kept], high[kept], rank[kept]
     start, stop = stored.boxes.start[box].copy(), stored.boxes.stop[box].copy()
     axis, every = stored.leading_axes[box], np.arange(len(box))
     start[every, axis], stop[every, axis] = low, high

@@ -74,7 +74,9 @@ def cut_slabs(tensors: Sequence[SlabTensor], naxes: int) -> Slabs:
         elif len(prefixes) > 1:
             numbered = np.zeros(nslabs, np.int64)
         else:
-            numbered = np.searchsorted(_bands(tensor.ordered, axis), cuts[:-1], side="right") - 1
+            # A slab that ends one band and begins the next ties the two together.
+            bands = np.intersect1d(_bands(tensor.ordered, axis), cuts[:-1])
+            numbered = np.searchsorted(bands, cuts[:-1], side="right") - 1
         sequence.append(numbered + nsequences)
         nsequences += int(numbered[-1]) + 1
         count.append(nslabs)

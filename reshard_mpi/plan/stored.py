@@ -74,18 +74,6 @@ class StoredBoxes:
             parts, stride, self.offset[rows] + ((parts.start - self.boxes.start[rows]) * stride).sum(axis=1)
         )
 
-    def aligned_row(self, box: int, row: int, stop: int, alignment: int) -> int:
-        """The first row from `row` on, below `stop`, at which the file offset is a multiple of `alignment`; else `row`."""
-        axis = int(self.leading_axes[box])
-        stride = int(self.stride[box, axis])
-        offset = int(self.offset[box]) + (row - int(self.boxes.start[box, axis])) * stride
-        step = math.gcd(stride, alignment)
-        if offset % step or stride * (stop - row) < alignment:
-            return row
-        period = alignment // step
-        rows = -(offset // step) * pow(stride // step, -1, period) % period if period > 1 else 0
-        return row + rows if row + rows < stop else row
-
     def parts(self, rows: Ints, slabs: Boxes) -> Boxes:
         """Row by row the part of box rows[i] within slabs[i]."""
         return meet(self.boxes.take(rows), slabs)
@@ -182,7 +170,7 @@ class _Column:
 def padded_to(naxes: int, numbers: Ints, fill: int) -> Ints:
     """`numbers` (n, k) with leading columns of `fill`, so that tensors of any number of axes share one array."""
     missing = naxes - numbers.shape[1]
-    return np.pad(numbers, ((0, 0), (missing, 0)), constant_values=fill)
+    return np.concatenate([np.full((len(numbers), missing), fill), numbers], axis=1) if missing else numbers
 
 
 def range_slabs(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

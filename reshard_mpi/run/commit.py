@@ -24,17 +24,25 @@ OURS = {JOURNAL, f"{JOURNAL}.new", LOCK}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def named(out: Path) -> Path:
+    """`out` with a name of its own: `.` and `..` have none, and can't be renamed."""
+    return out if out.name not in ("", "..") else Path(os.path.realpath(out))
+
+
 def partial_of(out: Path) -> Path:
     """The folder in which `out` is prepared."""
-    named = out if out.name not in ("", "..") else Path(os.path.realpath(out))
-    return named.with_name(named.name + ".partial")
+    return named(out).with_name(named(out).name + ".partial")
+
+
+def _check_no_links(out: Path) -> None:
+    for path in (out, partial_of(out)):
+        if os.path.islink(path):
+            raise UsageError(str(path), "is a link; remove it, or write to another folder")
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """UsageError unless OUT may be written: apart from SOURCE, and not there yet (or a case that may be replaced)."""
-    for path in (out, partial_of(out)):
-        if os.path.islink(path):
-            raise UsageError(str(path), "is a link; remove it, or write to another folder")
+    _check_no_links(out)
     here = Path(os.path.realpath(source))
     for path in (out, partial_of(out)):
         there = Path(os.path.realpath(path))
@@ -63,7 +71,7 @@ class PartialFolder:
     """
 
     def __init__(self, out: Path, identity: Mapping[str, object], restart: bool):
-        self.out = out
+        self.out = named(out)
         self.path = partial_of(out)
         self._lock = -1
         self._identity = dict(identity)
@@ -84,6 +92,7 @@ class PartialFolder:
             self._lock = -1
 
     def _claim(self, restart: bool) -> None:
+        _check_no_links(self.out)
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UsageError(str(self.path), "is in the way and is no folder; remove it")
         is_new = not self.path.exists()

@@ -17,7 +17,7 @@ from reshard_mpi.layout.rules import Stacks, Tensor, boxes_of
 from reshard_mpi.plan.plan import ArrayTable, Plan, plan_arrays
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.stored import byte_form_of_arrays
-from reshard_mpi.report import size_text
+from reshard_mpi.report import size_text, topology_text
 
 DTYPE = "bfloat16"
 
@@ -163,9 +163,7 @@ def _table(rows: Ints) -> tuple[ArrayTable, Ints]:
 
 def simulation_text(facts: Mapping[str, Any]) -> str:
     """The simulation for people."""
-    sides = [
-        ",".join(f"{axis}={size}" for axis, size in facts[f"{side}_topology"].items()) for side in ("source", "target")
-    ]
+    sides = [topology_text(facts[f"{side}_topology"]) for side in ("source", "target")]
     return "\n".join(
         [
             f"{facts['model']}: {sides[0]} -> {sides[1]}, {plural(facts['ntensors'], 'tensor')}, {size_text(facts['nbytes'])}, "

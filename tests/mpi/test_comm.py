@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from reshard_mpi.mpi.comm import Agreement, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
 from reshard_mpi.errors import InputError, IntegrityError, PlanningError, ReshardError, StorageError
+from reshard_mpi.mpi.comm import Agreement, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
 from tests.mpi.together import faults_of_all, unequal
 
 # Told first to last, as SPEC section 4 orders them.

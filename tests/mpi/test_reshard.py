@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from reshard_mpi.run import move
 from reshard_mpi.mpi.exchange import Exchanger
+from reshard_mpi.run import move
 from tests.mpi.together import copy_on_root, differing_contents, faults_of_all, flip_last_bit, run, unequal
 from tests.reference.shards import read_shard
 from tests.reference.targets import spelled

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_mpi import boxes as boxes_module
-from reshard_mpi.boxes import Boxes, array_split_part, chunk, find_hole, find_overlap, join, meet
+from reshard_mpi.boxes import Boxes, array_split_part, chunk, equal_rows, find_hole, find_overlaps, join, meet
 
 SIDE = 5  # of the dense arrays
 
@@ -61,13 +61,22 @@ def test_chunks_are_those_of_the_table(why, nelems, nparts, parts):
 
 @given(st.integers(0, 200), st.integers(1, 40))
 def test_chunks_follow_each_other_and_only_the_last_ones_are_shorter(nelems, nparts):
-    parts = [chunk(nelems, nparts, part) for part in range(nparts)]
+    parts = [tuple(map(int, chunk(nelems, nparts, part))) for part in range(nparts)]
     sizes = [stop - start for start, stop in parts]
     longest = (nelems + nparts - 1) // nparts
     assert [start for start, _ in parts] == [min(i * longest, nelems) for i in range(nparts)]
     assert sum(sizes) == nelems
     assert sizes == sorted(sizes, reverse=True)
     assert all(size in (0, longest, nelems % longest) for size in sizes if longest)
+
+
+@given(st.lists(st.integers(0, 200), max_size=9), st.integers(1, 40))
+def test_chunks_of_many_axes_at_once_are_those_of_each(nelems, nparts):
+    part = np.arange(len(nelems)) * 7 % nparts
+    start, stop = chunk(np.array(nelems, np.int64), nparts, part)
+    assert start.dtype == stop.dtype == np.int64
+    each = [chunk(n, nparts, p) for n, p in zip(nelems, part.tolist(), strict=True)]
+    assert list(zip(start.tolist(), stop.tolist(), strict=True)) == each
 
 
 def test_chunks_are_those_of_torch():
@@ -150,7 +159,7 @@ def test_groups_choose_their_axis_each_for_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("naxes", range(5))
-def test_an_overlap_is_the_first_pair_of_different_boxes_that_share_an_element(naxes):
+def test_of_each_group_the_first_pair_of_different_boxes_that_share_an_element_is_found(naxes):
     @settings(max_examples=25)
     @given(grouped_boxes(naxes))
     def holds(grouped):
@@ -162,7 +171,8 @@ def test_an_overlap_is_the_first_pair_of_different_boxes_that_share_an_element(n
             for j in range(i + 1, len(group))
             if group[i] == group[j] and np.any(marked(shape, boxes, i) & marked(shape, boxes, j))
         ]
-        assert find_overlap(boxes, group) == (min(pairs) if pairs else None)
+        first = {int(group[i]): (i, j) for i, j in reversed(pairs)}
+        assert find_overlaps(boxes, group) == [first[g] for g in sorted(first)]
 
     holds()
 
@@ -232,6 +242,18 @@ def test_holes_are_those_of_the_table(why, shape, intervals, hole):
 
 
 # Small things
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.tuples(*[st.integers(-2, 2)] * n), max_size=30)), st.booleans())
+def test_equal_rows_are_those_of_numpy(rows, far_apart):
+    if not rows:
+        assert [found.tolist() for found in equal_rows(np.empty(0, np.int64))] == [[], []]
+        return
+    columns = np.array(rows, np.int64) * ((1 << 61) if far_apart else 1)
+    _, first, number = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+    found = equal_rows(*columns.T)
+    assert [part.tolist() for part in found] == [first.tolist(), number.reshape(-1).tolist()]
 
 
 def test_volume_and_nonempty_count_elements_also_of_boxes_without_axes():

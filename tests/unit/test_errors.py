@@ -18,6 +18,8 @@ from reshard_mpi.errors import (
     UsageError,
     first_to_tell,
     names,
+    one_line,
+    plural,
     storage_error,
 )
 
@@ -48,6 +50,21 @@ def test_an_error_is_one_printable_line_whatever_the_names_contain(where, messag
 )
 def test_what_can_not_be_printed_is_shown_escaped(why, name, shown):
     assert str(InputError(name, "found")) == f"{shown}: found"
+
+
+@given(anything)
+def test_one_line_is_printable_and_what_is_printable_stays_as_it_is(text):
+    shown = one_line(text)
+    assert shown.isprintable()
+    assert one_line(shown) == shown
+    assert shown == text or not text.isprintable()
+
+
+@pytest.mark.parametrize(
+    "count, text", [(0, "0 shards"), (1, "1 shard"), (2, "2 shards"), (1_000_000, "1000000 shards")]
+)
+def test_of_one_there_is_no_plural(count, text):
+    assert plural(count, "shard") == text
 
 
 @pytest.mark.parametrize(

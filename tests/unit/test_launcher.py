@@ -35,7 +35,6 @@ def test_the_launcher_is_the_one_whose_variables_show(why, environment, launch):
     assert find_launch(environment) == launch
 
 
-@pytest.mark.xfail(strict=True, reason="the variables of srun hide those of torchrun, which is nearer")
 @pytest.mark.parametrize(
     "why, environment",
     [
@@ -67,7 +66,6 @@ def test_a_world_as_large_as_what_was_started_passes(why, nranks, launch):
     [
         ("srun with the wrong --mpi: four worlds of one", 1, Launch("srun", 3, 4)),
         ("the mpirun of another MPI", 1, Launch("mpirun of Open MPI", 0, 4)),
-        ("torchrun starts no MPI", 1, Launch("torchrun", 0, 2)),
         ("fewer started than seen", 8, Launch("mpirun of MPICH", 0, 4)),
     ],
 )
@@ -78,3 +76,11 @@ def test_a_world_of_another_size_is_refused_with_both_numbers(why, nranks, launc
     assert text.startswith(
         f"{launch.name}: started {launch.nranks} processes, but Some MPI 4.1 sees a world of {nranks}"
     )
+    assert "use the mpirun of this MPI library" in text
+
+
+def test_torchrun_is_told_apart_because_no_other_mpi_library_would_help():
+    with pytest.raises(
+        UsageError, match="torchrun: started 2 processes that know nothing of each other; use mpirun or srun"
+    ):
+        check_world(1, Launch("torchrun", 0, 2), "Some MPI 4.1")

@@ -3,12 +3,20 @@
 import numpy as np
 import pytest
 
-from reshard_mpi.errors import first_to_tell
-from reshard_mpi.layout.rules import Stacks, Tensor, partition_axes, target_boxes, target_layout
 from reshard_mpi.checkpoint.manifest import Case, Layout, Stages
 from reshard_mpi.checkpoint.mesh import Mesh, parse_target
+from reshard_mpi.errors import first_to_tell
+from reshard_mpi.layout.rules import (
+    Stacks,
+    Tensor,
+    Undetermined,
+    infer_rules,
+    partition_axes,
+    target_boxes,
+    target_layout,
+)
 from reshard_mpi.layout.target import outgoing_case
-from tests.reference.handmade import COORDINATES
+from tests.reference.handmade import COORDINATES, HIGH, LOW, WHOLE
 from tests.unit.manifests import SINGLE, case_of, everywhere, tensor, whole
 
 Held = dict[int, tuple[tuple[int, ...], tuple[int, ...]]]  # rank -> box
@@ -57,7 +65,10 @@ def test_what_the_coordinates_show(why, boxes, pp, tp):
     for axis, answer in (("pp", pp), ("tp", tp)):
         told = refusals(case, f"{axis}=3")
         assert len(told) == (answer is None)
-        assert all(f"mesh axis {axis}: " in line and "1 tensors: w" in line and "--layout" in line for line in told)
+        assert all(
+            f"mesh axis {axis}: " in line and "1 tensors: w" in line and "say in topology.layout what it does" in line
+            for line in told
+        )
 
 
 def lines(size: int, axis: str, held: dict[int, list]) -> dict:
@@ -114,6 +125,33 @@ def test_what_one_mesh_axis_does_is_read_from_who_holds_what(why, shape, held, r
     (axis,) = held["axes"]
     case = case_of(held["axes"], tensor("w", shape, held["held"], held["axes"]))
     assert rules_of(case)["w"] == {axis: rule}
+
+
+@pytest.mark.parametrize(
+    "why, axis, held, told",
+    [
+        (
+            "held on other coordinates, other boxes",
+            "zz",
+            {(0, 0): LOW, (0, 1): LOW, (1, 0): HIGH},
+            "hold a box depends",
+        ),
+        ("the same for an axis that places", "pp", {(0, 0): LOW, (0, 1): LOW, (1, 0): HIGH}, "hold a box depends"),
+        ("the same box, placed otherwise", "pp", {(0, 0): WHOLE, (1, 1): WHOLE}, "where it places the tensor depends"),
+        ("two tensor axes at once", "zz", {(0, 0): LOW, (0, 1): ((2, 2), (2, 2))}, "along tensor axes 0, 1 at once"),
+    ],
+)
+def test_what_the_coordinates_do_not_show_is_undetermined_with_its_reason(why, axis, held, told):
+    """The axis in question is the second, of three coordinates; the first is tp."""
+    rules = infer_rules((("tp", 2), (axis, 3)), tuple((where, (box,)) for where, box in held.items()))
+    assert isinstance(rules[axis], Undetermined) and told in rules[axis].reason
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp", "zz"])
+def test_one_box_on_whatever_coordinates_is_no_riddle_for_an_axis_that_does_not_place(axis):
+    held = {(0, 0): WHOLE, (1, 1): WHOLE}
+    rules = infer_rules((("fsdp", 2), (axis, 3)), tuple((where, (box,)) for where, box in held.items()))
+    assert rules == {"fsdp": "replicate", axis: "replicate"}
 
 
 def test_an_axis_is_inferred_whatever_the_others_do():
@@ -180,7 +218,12 @@ def test_an_axis_that_only_a_layout_can_explain_is_refused_with_the_tensors():
     case = unsharded(*((f"w{n}", (4, 4)) for n in range(30)), ("scale", ()), ("void", (0, 2)))
     (told,) = refusals(case, "tp=2")
     assert told.startswith("mesh axis tp: ")
-    assert "30 tensors" in told and "w0, w1, " in told and "10 more" in told and "--layout" in told
+    assert (
+        "30 tensors" in told
+        and "w0, w1, " in told
+        and "10 more" in told
+        and "say in topology.layout what it does" in told
+    )
     assert "scale" not in told and "void" not in told
     assert len(refusals(case, "tp=2,zz=3")) == 2
 

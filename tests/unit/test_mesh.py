@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from reshard_mpi.errors import InputError, UsageError
 from reshard_mpi.checkpoint.mesh import MOST_RANKS, Mesh, canonical, mesh_from_topology, nesting_order, parse_target
+from reshard_mpi.errors import InputError, UsageError
 
 
 @pytest.mark.parametrize(

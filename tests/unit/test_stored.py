@@ -137,13 +137,11 @@ def test_a_cut_within_a_byte_is_refused_with_the_multiple_that_would_do(why, sha
     assert refused.value.where == "tensor w"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=InputError, reason="rows that end within a byte are refused, also if only one of them is used"
-)
-def test_a_box_within_one_stored_row_is_on_a_byte_boundary_wherever_the_next_row_begins():
-    """Two rows of three half bytes are stored; the box is the first two, the first byte."""
-    form = byte_form((1, 2), 4, (Place((0, 0), (1, 2), (0, 0), (2, 3)),))
-    assert (form.boxes.volume.tolist(), form.lead.tolist()) == ([1], [0])
+def test_a_box_in_rows_that_end_within_a_byte_is_refused_even_if_it_is_all_in_one_row():
+    """Two rows of three half bytes are stored; the box is the first two, and would be the first byte."""
+    with pytest.raises(InputError, match="within a byte.* multiples of 2") as refused:
+        byte_form((1, 2), 4, (Place((0, 0), (1, 2), (0, 0), (2, 3)),))
+    assert refused.value.exit_code == 3
 
 
 # Spans and slabs

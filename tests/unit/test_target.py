@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from reshard_mpi.errors import InputError
-from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.checkpoint.manifest import Case
 from reshard_mpi.checkpoint.mesh import parse_target
+from reshard_mpi.errors import InputError
+from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case, payload_keys
 from tests.unit.manifests import SINGLE, case_of, everywhere, manifest, parsed, sealed, tensor, whole
 

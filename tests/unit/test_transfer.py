@@ -2,18 +2,23 @@
 
 import hashlib
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from reshard_mpi.storage.digests import digest_row
+from reshard_mpi.boxes import Boxes
 from reshard_mpi.errors import IntegrityError, StorageError
-from reshard_mpi.plan.plan import ArrayTable
-from reshard_mpi.plan.rounds import Spans, expand_round
-from reshard_mpi.storage.files import Files
+from reshard_mpi.mpi.exchange import copy_tiles
+from reshard_mpi.plan.plan import ArrayTable, Side
+from reshard_mpi.plan.planner import Resources
+from reshard_mpi.plan.rounds import Runs, Spans, expand_round
+from reshard_mpi.plan.stored import StoredBoxes
 from reshard_mpi.run.transfer import Reader, Writer
+from reshard_mpi.storage.digests import digest_row
+from reshard_mpi.storage.files import Files
 from tests.reference.dice import Dice
-from tests.unit.moves import Tensor, describe_job
+from tests.unit.moves import Tensor, describe_job, table_of
 from tests.unit.tilings import Tile
 
 NAMES = ("rank-00000.safetensors", "rank-00001.safetensors")
@@ -28,27 +33,25 @@ def sha256(data: bytes) -> str:
 
 
 def table(*digests: str | None) -> ArrayTable:
-    file, begin, nbytes = (np.array(column, np.int64) for column in zip(*PLACES, strict=True))
     rows = np.stack([digest_row(digest) for digest in digests])
     known = np.array([digest is not None for digest in digests], np.int64)
-    return ArrayTable(file, begin, nbytes, np.zeros(3, np.int64), rows, known)
+    return replace(table_of(PLACES), digest=rows, has_digest=known)
 
 
 def spans(*parts: tuple[int, int, int]) -> Spans:
-    """(array, first byte, byte after the last) within arrays; buffers hold them one after the other, 8-byte aligned."""
-    array, file, offset, nbytes, position = ([] for _ in range(5))
-    end = 0
+    """(array, first byte, byte after the last) within arrays, in file order; what touches or overlaps is one run."""
+    runs: list[list[int]] = []  # file, offset, nbytes, position
+    found, end = [], 0
     for index, first, last in parts:
-        begin = PLACES[index][1] + first
-        adjacent = file and (file[-1], offset[-1] + nbytes[-1]) == (PLACES[index][0], begin)
-        end = end if adjacent else -(-end // 8) * 8
-        for column, value in zip(
-            (array, file, offset, nbytes, position), (index, PLACES[index][0], begin, last - first, end), strict=True
-        ):
-            column.append(value)
-        end += last - first
-    columns = (np.array(column, np.int64) for column in (array, file, offset, nbytes, position))
-    return Spans(*columns, end)
+        file, begin, _ = PLACES[index]
+        if runs and runs[-1][0] == file and begin + first <= runs[-1][1] + runs[-1][2]:
+            runs[-1][2] = max(runs[-1][2], begin + last - runs[-1][1])
+        else:
+            runs.append([file, begin + first, last - first, -(-end // 8) * 8])
+        end = runs[-1][3] + runs[-1][2]
+        found.append((index, begin + first, last - first, runs[-1][3] + begin + first - runs[-1][1]))
+    array, offset, nbytes, position = np.array(found, np.int64).reshape(-1, 4).T
+    return Spans(array, offset, nbytes, position, Runs(*np.array(runs, np.int64).reshape(-1, 4).T), end)
 
 
 @pytest.fixture
@@ -87,6 +90,15 @@ def test_spans_that_follow_each_other_are_read_with_one_call(folder, monkeypatch
     buffer = reader_of(folder, *GOOD, hashing=False).read(0, spans((0, 0, 24), (1, 0, 16), (2, 0, 8)))
     assert calls == [(40, 8), (8, 8)]
     assert buffer[:48].tobytes() == A + B + C[:8]
+
+
+def test_spans_that_overlap_are_read_once_and_each_is_hashed(folder):
+    """Two boxes side by side in one stored array: each is padding to the other."""
+    reader = reader_of(folder, *GOOD)
+    buffer = reader.read(0, spans((0, 0, 20), (0, 4, 24), (1, 0, 16)))
+    reader.finish()
+    assert buffer[:40].tobytes() == A + B
+    assert (reader.work.nbytes, reader.work.again_nbytes) == (40, 0)
 
 
 def test_two_rounds_have_two_buffers_and_the_third_takes_the_first_again(folder):
@@ -178,10 +190,27 @@ def test_a_file_that_shrank_is_a_storage_error(why, content, folder):
 # Writing
 
 
-def writer_of(folder, hashing=True) -> Writer:
+ALONE = [(0, 0), (1, 0), (2, 0)]  # (array, rank) of every box: rank 0 writes it all
+
+
+def side_of(boxes: list[tuple[int, int]], hasher: list[int]) -> Side:
+    """Of the target what a writer looks at: who writes a box of which array, and who hashes which."""
+    array, rank = np.array(boxes, np.int64).T
+    nothing = np.zeros((len(array), 1), np.int64)
+    stored = StoredBoxes(Boxes(nothing, nothing + 1), nothing + 1, nothing[:, 0])
+    arrays = replace(table_of(PLACES), hasher=np.array(hasher, np.int64))
+    return Side(stored, array, rank, np.array([0, len(array)]), np.arange(len(array)), arrays)
+
+
+def writer_of(folder, hashing=True, boxes=ALONE, hasher=(0, 0, 0), rank=0) -> Writer:
     for name, content in FILES.items():
         (folder / name).write_bytes(content[:8] + b"." * (len(content) - 8))
-    return Writer(Files(folder, os.O_RDWR), NAMES, table(None, None, None), 128, hashing)
+    return Writer(Files(folder, os.O_RDWR), NAMES, side_of(boxes, list(hasher)), rank, 128, hashing)
+
+
+def finished(writer: Writer) -> dict[int, bytes]:
+    writer.sync()
+    return writer.digests()
 
 
 CONTENT = {0: A, 1: B, 2: C}
@@ -208,7 +237,7 @@ def test_what_is_written_has_its_digest_whatever_the_order(why, rounds, again, f
     writer = writer_of(folder)
     for number, parts in enumerate(rounds):
         writer.write(number, fill(writer, number, parts))
-    digests = writer.finish()
+    digests = finished(writer)
     assert {array: "sha256:" + digest.hex() for array, digest in digests.items()} == dict(enumerate(GOOD))
     assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
     assert (writer.work.nbytes, writer.work.again_nbytes) == (80, again)
@@ -217,8 +246,47 @@ def test_what_is_written_has_its_digest_whatever_the_order(why, rounds, again, f
 def test_without_hashing_there_are_no_digests_but_the_same_bytes(folder):
     writer = writer_of(folder, hashing=False)
     writer.write(0, fill(writer, 0, [(0, 0, 24), (1, 0, 16), (2, 0, 40)]))
-    assert writer.finish() == {}
+    assert finished(writer) == {}
     assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
+
+
+SHARED = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]  # rank 1 writes the ends of A and B
+
+
+@pytest.mark.parametrize(
+    "why, hasher, hashed, again",
+    [
+        (
+            "by rank 0: C on the way, A and B are read back",
+            [0, 0, 0],
+            [(0, GOOD[0]), (1, GOOD[1]), (2, GOOD[2])],
+            24 + 16,
+        ),
+        ("A by rank 1", [1, 0, 0], [(1, GOOD[1]), (2, GOOD[2])], 16),
+        ("all by rank 1, also what it doesn't write", [1, 1, 1], [], 0),
+    ],
+)
+def test_arrays_that_several_ranks_write_are_read_back_by_the_one_that_hashes_them(why, hasher, hashed, again, folder):
+    mine, other = writer_of(folder, True, SHARED, hasher, 0), writer_of(folder, True, SHARED, hasher, 1)
+    mine.write(0, fill(mine, 0, [(0, 0, 12), (1, 0, 8), (2, 0, 40)]))
+    other.write(0, fill(other, 0, [(0, 12, 24), (1, 8, 16)]))
+    mine.sync(), other.sync()
+    digests = mine.digests()
+    assert [(array, "sha256:" + digest.hex()) for array, digest in digests.items()] == hashed
+    assert mine.work.again_nbytes == again
+    together = digests | other.digests()
+    assert {array: "sha256:" + digest.hex() for array, digest in together.items()} == dict(enumerate(GOOD))
+    assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
+
+
+def test_an_array_without_bytes_or_that_nobody_writes_has_a_digest_too(folder):
+    """Its hasher has nothing to wait for."""
+    writer = writer_of(folder, boxes=[(0, 0)])
+    writer.write(0, fill(writer, 0, [(0, 0, 24)]))
+    digests = finished(writer)
+    assert sorted(digests) == [0, 1, 2]
+    assert "sha256:" + digests[0].hex() == GOOD[0]
+    assert "sha256:" + digests[1].hex() == sha256(b"." * 16)
 
 
 def test_every_file_that_was_written_is_synced_and_no_other(folder, monkeypatch):
@@ -227,27 +295,30 @@ def test_every_file_that_was_written_is_synced_and_no_other(folder, monkeypatch)
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or plain(fd))
     writer = writer_of(folder)
     writer.write(0, fill(writer, 0, [(2, 0, 40)]))
-    writer.finish()
+    finished(writer)
     assert synced == [str(folder / NAMES[1])]
 
 
 def test_a_writer_of_nothing_has_no_digests(folder):
-    writer = writer_of(folder)
+    writer = writer_of(folder, rank=1)
     writer.write(0, spans())
-    assert writer.finish() == {}
+    assert finished(writer) == {}
+    assert (writer.work.nbytes, writer.work.hashed_nbytes) == (0, 0)
 
 
 # Both, on a whole plan
 
 
-def test_a_job_of_one_rank_moves_hashes_and_reads_each_byte_once(tmp_path):
+@pytest.mark.parametrize("writers", ["owner", "shared"])
+def test_a_job_of_one_rank_moves_hashes_and_reads_each_byte_once(writers, tmp_path):
     """Rows to columns, in twenty rounds: neither side has to read anything again."""
 
     def parts(axis: int) -> list[tuple[int, Tile]]:
         extent = (20, 15) if axis else (10, 30)
         return [(n, Tile((0, 15 * n) if axis else (10 * n, 0), extent, (0, 0), extent)) for n in (0, 1)]
 
-    job = describe_job(Dice(3), 1, 150, [Tensor("float32", (20, 30), parts(0), parts(1))], 2, 2)
+    resources = Resources(1, 150, writers, hashing=True)
+    job = describe_job(Dice(3), resources, [Tensor("float32", (20, 30), parts(0), parts(1))], 2, 2)
     plan = job.plan()
     assert plan.nrounds > 10
     names = ("0", "1")
@@ -260,18 +331,16 @@ def test_a_job_of_one_rank_moves_hashes_and_reads_each_byte_once(tmp_path):
         digest_row(sha256(bytes(job.source.shards[f][b : b + n])))
         for f, b, n in zip(arrays.file, arrays.begin, arrays.nbytes, strict=True)
     ]
-    arrays = ArrayTable(arrays.file, arrays.begin, arrays.nbytes, arrays.rank, np.stack(rows), np.ones(2, np.int64))
-    from reshard_mpi.mpi.exchange import copy_tiles
-
+    arrays = replace(arrays, digest=np.stack(rows), has_digest=np.ones(2, np.int64))
     with Files(tmp_path / "source") as source, Files(tmp_path / "target", os.O_RDWR) as target:
         reader = Reader(source, names, ("a", "b"), arrays, plan.buffer_nbytes, True)
-        writer = Writer(target, names, plan.target.arrays, plan.buffer_nbytes, True)
+        writer = Writer(target, names, plan.target, 0, plan.buffer_nbytes, True)
         for number in range(plan.nrounds):
             work = expand_round(plan, number, 0)
             copy_tiles(reader.read(number, work.read), work.local_from, writer.buffer(number), work.local_to)
             writer.write(number, work.write)
         reader.finish()
-        digests = writer.finish()
+        digests = finished(writer)
     for name, expected in zip(names, job.expected, strict=True):
         written = (tmp_path / "target" / name).read_bytes()
         assert written[-1200:] == expected[-1200:]

@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 
-from reshard_mpi import whole as whole_module
+from reshard_mpi.check import whole as whole_module
+from reshard_mpi.check.whole import WholeTensor, whole_array, whole_box, whole_tensor
 from reshard_mpi.errors import StorageError
+from reshard_mpi.plan.stored import Place
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.safetensors import StoredArray
-from reshard_mpi.plan.stored import Place
-from reshard_mpi.check.whole import WholeTensor, whole_array, whole_box, whole_tensor
 from tests.reference import dtypes
 from tests.reference.describe import SUB_BYTE_UNIT
 from tests.reference.dice import Dice

@@ -34,6 +34,18 @@ def tile(dice: Dice, shape: Shape, percent: int, unit: int = 1) -> list[Tile]:
     ]
 
 
+def rows(dice: Dice, shape: Shape, unit: int = 1) -> list[Tile]:
+    """Boxes that tile `shape`, cut along axis 0 alone; where that is the last axis too, at multiples of `unit`."""
+    if not shape:
+        return tile(dice, shape, 0)
+    step = unit if len(shape) == 1 else 1
+    edges = [0, *(edge for edge in range(step, shape[0], step) if dice.chance(50)), shape[0]]
+    return [
+        Tile((a, *(0,) * (len(shape) - 1)), (b - a, *shape[1:]), (0,) * len(shape), (b - a, *shape[1:]))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+
+
 def _cut(dice: Dice, offset: Shape, extent: Shape, percent: int, unit: int) -> list[tuple[Shape, Shape]]:
     units = [unit if axis == len(extent) - 1 else 1 for axis in range(len(extent))]
     axes = [axis for axis, size in enumerate(extent) if size >= 2 * units[axis]]
