@@ -202,7 +202,7 @@ def _arrays(
     """In the order of storage: by rank, then item size, largest first, so that every array is aligned, then key."""
     arrays = [
         TargetArray(rank, keys[tensor_id], tensor_id, tensors[tensor_id][0].dtype, on_rank[rank, tensor_id])
-        for rank, tensor_id in kept
+        for rank, tensor_id in sorted(kept)
     ]
     for array in arrays:
         nbytes_of(

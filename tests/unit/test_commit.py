@@ -139,7 +139,6 @@ def test_a_job_that_is_to_replace_the_working_folder_has_its_partial_beside_it(t
     assert begin(Path(".")).path == tmp_path / "here.partial"
 
 
-@pytest.mark.xfail(strict=True, raises=(ValueError, StorageError), reason="a folder can't be renamed as `.` or `..`")
 @pytest.mark.parametrize("out", [".", "sub/.."])
 def test_the_working_folder_may_be_replaced_if_it_is_a_case(out, tmp_path, monkeypatch):
     a_case(tmp_path / "here")
@@ -268,7 +267,7 @@ def test_what_is_no_folder_is_in_the_way(kind, out):
         partial.write_text("x")
     else:
         partial.symlink_to("gone")
-    with pytest.raises(UsageError, match="in the way"):
+    with pytest.raises(UsageError, match="in the way|is a link"):
         begin(out, restart=True)
 
 

@@ -90,9 +90,6 @@ def test_a_model_has_about_as_many_elements_as_asked_for(nelems):
     assert model.nelems == sum(int(np.prod(shape)) for _, shape in model.tensors())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="only reshard looks for links: the folder behind one is emptied, or the link put aside"
-)
 @pytest.mark.parametrize("name", ["out", "out.partial"])
 def test_out_or_its_partial_that_is_a_link_is_refused_and_not_followed(name, tmp_path):
     sample(tmp_path / "case")

@@ -255,7 +255,6 @@ def test_nothing_is_divided_into_no_shares():
         assert (len(shares.row), len(shares.rank), shares.boxes.start.shape) == (0, 0, (0, 2))
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="_merged takes the first of no shares")
 def test_of_no_boxes_readers_have_no_shares():
     nothing = StoredBoxes(Boxes(*(np.empty((0, 2), np.int64) for _ in range(2))), np.empty((0, 2), np.int64), ints())
     shares = shares_of_readers(nothing, ints(), nothing, ints(), ints())
@@ -269,7 +268,6 @@ def test_of_no_boxes_readers_have_no_shares():
 def divided_finely(monkeypatch):
     """Boxes of some bytes are divided as those of megabytes are, and nothing is aligned."""
     monkeypatch.setattr(shares_module, "LEAST_SHARE_NBYTES", 1)
-    monkeypatch.setattr(shares_module, "ALIGNMENT", 1)
 
 
 def shares_by(sides: Sides, reader: np.ndarray) -> Shares:
@@ -285,10 +283,9 @@ def ranks_in(sides: Sides, reader: np.ndarray, boxes: Boxes, tensors: np.ndarray
     ]
 
 
-@pytest.mark.parametrize("least, alignment", [(1, 1), (20, 1), (1, 8), (1 << 18, 4096)])
-def test_shares_of_readers_are_the_boxes_each_by_a_rank_that_reads_of_the_box(least, alignment, monkeypatch):
+@pytest.mark.parametrize("least", [1, 20, 1 << 18])
+def test_shares_of_readers_are_the_boxes_each_by_a_rank_that_reads_of_the_box(least, monkeypatch):
     monkeypatch.setattr(shares_module, "LEAST_SHARE_NBYTES", least)
-    monkeypatch.setattr(shares_module, "ALIGNMENT", alignment)
 
     @settings(max_examples=40)
     @given(dices)
@@ -337,7 +334,6 @@ def test_a_share_is_of_a_rank_that_reads_a_part_of_its_rows_wherever_sources_are
 def test_equal_boxes_are_divided_alike(dice):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares_module, "LEAST_SHARE_NBYTES", dice.pick([1, 20, 1 << 18]))
-        patch.setattr(shares_module, "ALIGNMENT", 1)
         sides = random_sides(dice)
         shares = shares_by(sides, random_readers(dice, sides))
     divided: dict[tuple, set] = {}
@@ -349,7 +345,6 @@ def test_equal_boxes_are_divided_alike(dice):
     assert all(len(ways) == 1 for ways in divided.values())
 
 
-@pytest.mark.xfail(strict=True, reason="each copy's boundaries are aligned in its own file")
 def test_equal_boxes_are_divided_alike_wherever_they_lie_in_their_files():
     shape = (4096, 1000)
     sides = cut_twice([(shape, parts(shape, 4, 1), [whole(shape)] * 2)], begins=[8, 16])
@@ -392,37 +387,3 @@ def test_many_small_boxes_that_all_ranks_read_alike_are_dealt_to_all_of_them():
     shares = shares_by(sides, np.tile([0, 1], 100))
     assert len(shares.row) == 100
     assert 30 < np.count_nonzero(shares.rank) < 70
-
-
-def test_in_one_file_ranks_meet_where_a_page_begins_if_rows_allow():
-    """A matrix of 1000-byte rows behind a header of 8 bytes: every 512th row begins at a multiple of 4096 bytes, if any."""
-    shape = (4096, 1000)
-    for begin, aligned in ((8, True), (16, True), (1, False)):
-        sides = cut_twice([(shape, parts(shape, 4, 1), [whole(shape)])], begins=[begin])
-        shares = shares_by(sides, ints(0, 1, 2, 3))
-        assert shares.rank.tolist() == [0, 1, 2, 3]
-        offsets = begin + 1000 * shares.boxes.start[1:, 0]
-        assert np.all(offsets % 4096 == 0) == aligned
-        moved = shares.boxes.start[1:, 0] - 1024 * np.arange(1, 4)
-        assert np.all((moved >= 0) & (moved < (512 if aligned else 1)))
-
-
-@settings(max_examples=60)
-@given(dices)
-def test_a_share_of_two_alignments_begins_aligned_if_any_of_its_rows_could(dice):
-    alignment = dice.pick([2, 4, 8, 12])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares_module, "LEAST_SHARE_NBYTES", 1)
-        patch.setattr(shares_module, "ALIGNMENT", alignment)
-        sides = random_sides(dice)
-        shares = shares_by(sides, random_readers(dice, sides))
-    parts = sides.target.cut(shares.row, shares.boxes)
-    axis = sides.target.leading_axes[shares.row]
-    for k in range(1, len(shares.row)):
-        if shares.row[k] != shares.row[k - 1]:
-            continue
-        nrows = int(shares.boxes.stop[k, axis[k]] - shares.boxes.start[k, axis[k]])
-        stride = int(parts.stride[k, axis[k]])
-        offsets = parts.offset[k] + stride * np.arange(nrows)
-        if stride * nrows >= 2 * alignment and np.any(offsets % alignment == 0):
-            assert offsets[0] % alignment == 0

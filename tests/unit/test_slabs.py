@@ -154,9 +154,6 @@ def hold_boxes_in_one_sequence(ordered: Boxes, slabs: Slabs, mine: np.ndarray) -
         assert len(set(slabs.sequence[mine][meets].tolist())) == 1
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a slab that ends one band and begins the next is of the sequence of the first alone"
-)
 def test_slabs_of_a_box_are_one_sequence_also_where_its_band_begins_within_a_slab():
     """Row 0; then a column of five rows beside boxes of one and of four rows. Slabs are rows 0 to 2 and 2 to 6."""
     boxes = Boxes(np.array([[0, 0], [1, 0], [1, 1], [2, 1]]), np.array([[1, 9], [6, 1], [2, 9], [6, 9]]))
