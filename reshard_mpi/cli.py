@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Turn a checkpoint saved by N ranks in one parallel topology into the shards of another.",
         epilog="Without a command: reshard the built-in sample into ./reshard-sample. "
         "Exit codes: 0 done, 1 different, 2 usage, 3 bad input, 4 integrity, 5 I/O, 6 can't be planned, 70 bug, 75 "
-        "stopped, can be resumed.",
+        "stopped by a signal.",
     )
     parser.add_argument("--version", action="version", version=f"reshard_mpi {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
