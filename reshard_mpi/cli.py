@@ -61,6 +61,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m reshard_mpi",
@@ -171,7 +177,7 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(default bfloat16)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the values (default 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the values (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
 
 

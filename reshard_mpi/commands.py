@@ -71,6 +71,7 @@ def _selection(options: argparse.Namespace) -> Selection:
 
 def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.mpi.comm import on_root
+    from reshard_mpi.run.commit import partial_of
     from reshard_mpi.run.job import Job, reshard
 
     job = Job(
@@ -85,7 +86,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         progress=options.progress,
     )
     if options.report:
-        on_root(comm, lambda: check_report(options.report))
+        on_root(comm, lambda: check_report(options.report, options.source, options.out, partial_of(options.out)))
     report = reshard(comm, job)
 
     def tell() -> None:

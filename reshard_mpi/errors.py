@@ -73,9 +73,14 @@ def storage_error(path: object, error: OSError, what: str) -> StorageError:
 _TOLD_FIRST = {3: 0, 5: 1, 4: 2, 6: 3}
 
 
+def telling_order(error: ReshardError) -> int:
+    """Of several errors the one with the least is told."""
+    return _TOLD_FIRST.get(error.exit_code, 4)
+
+
 def first_to_tell(errors: Iterable[ReshardError]) -> ReshardError | None:
     """The error that stands for all; of equal ones the earliest (errors come in rank order)."""
-    return min(errors, key=lambda e: _TOLD_FIRST.get(e.exit_code, 4), default=None)
+    return min(errors, key=telling_order, default=None)
 
 
 def plural(count: int, noun: str) -> str:

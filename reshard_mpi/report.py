@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import StorageError, one_line, storage_error
+from reshard_mpi.errors import StorageError, UsageError, one_line, storage_error
 
 
 def size_text(nbytes: float) -> str:
@@ -118,8 +118,12 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
     }
 
 
-def check_report(path: Path) -> None:
-    """StorageError, before anything is done, when a report can't be written to `path`."""
+def check_report(path: Path, *folders: Path) -> None:
+    """Before anything is done: an error when a report can't be written to `path`, or lies in one of the job's folders."""
+    real = Path(os.path.realpath(path))
+    for folder in map(Path, map(os.path.realpath, folders)):
+        if folder == real or folder in real.parents:
+            raise UsageError(str(path), f"is in {folder}, a folder of the job itself; give --report a file elsewhere")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise StorageError(str(path), "can't be written to; give --report a file in a folder that is there")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, case_text
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import first_to_tell
+from reshard_mpi.errors import UsageError, first_to_tell
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
 from reshard_mpi.plan.prepare import target_files
@@ -25,6 +25,7 @@ from reshard_mpi.run.commit import PartialFolder, check_out
 from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files, create_file
 
+MOST_SHARDS = 4096
 ROWS_NBYTES = 16 << 20  # of a tensor that are made at once
 # What tensor parallelism does, by the last part of a module's name (as Megatron-LM cuts a Llama).
 TP_RULES = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0) | {
@@ -77,6 +78,8 @@ class Llama:
 def write_sample(out: Path, nbytes: int, target: Mesh, dtype: str, seed: int, overwrite: bool) -> Case:
     """Write the checkpoint of about `nbytes` of `dtype` in the topology `target`; the case that was written."""
     check_out(out, overwrite)
+    if target.size > MOST_SHARDS:
+        raise UsageError("sample", f"{target} has {target.size} ranks; a sample has at most {MOST_SHARDS} shards")
     model = Llama.of_size(nbytes * 8 // DTYPES[dtype].nbits)
     outgoing = _outgoing(model, target, dtype, seed)
     partial = PartialFolder(out, {"sample": [nbytes, str(target), dtype, seed]}, restart=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from reshard_mpi.check.audit import deal
+from reshard_mpi.check.audit import check_equal, deal, equal_groups
 from reshard_mpi.check.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
@@ -45,6 +45,12 @@ def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> di
     a, b = load_together(comm, a_folder), load_together(comm, b_folder)
     faults = [fault for source in (a, b) if source for fault in source.findings.faults]
     raise_together(comm, first_to_tell(faults))
+    for source, folder in (
+        (a, a_folder),
+        (b, b_folder),
+    ):  # else one member would stand for a tensor that has no one value
+        groups = equal_groups(source, by_tensor(source.case.fragments)) if source else None
+        raise_together(comm, first_to_tell(check_equal(comm, folder, groups)))
     differences, tasks = _metadata_differences(a, b) if a and b else ([], [])
     with Files(a_folder) as a_files, Files(b_folder) as b_files:
         found = deal(

@@ -52,10 +52,10 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
         if array is not None and fragment.fragment_digest is not None:
             stored.setdefault(whole_array(fragment.payload_file, fragment.payload_key, array), []).append(fragment)
     for fragments, found in zip(stored.values(), digests_of(comm, folder, list(stored), progress), strict=True):
-        verdict.ndigests += len(fragments)
         if isinstance(found, ReshardError):
             verdict.faults.append(found)
             continue
+        verdict.ndigests += len(fragments)
         verdict.faults += [
             IntegrityError(
                 str(folder / f.payload_file),

@@ -80,12 +80,11 @@ def payload_keys(case: Case) -> dict[str, str]:
             keys[tensor_id] = qualified if taken[qualified] == 1 else tensor_id
     holder: dict[str, str] = {}
     for tensor_id, key in keys.items():
-        if key == "__metadata__" or holder.setdefault(key, tensor_id) != tensor_id:
-            raise InputError(
-                CASE_FILE,
-                f"tensor {tensor_id} would be stored as {key!r}, which is reserved or taken by {holder.get(key)}; "
-                "rename one of them",
-            )
+        if key == "__metadata__":
+            raise InputError(CASE_FILE, f"tensor {tensor_id} would be stored as {key!r}, which is reserved; rename it")
+        other = holder.setdefault(key, tensor_id)
+        if other != tensor_id:
+            raise InputError(CASE_FILE, f"tensors {tensor_id} and {other} would both be stored as {key!r}; rename one")
     return keys
 
 

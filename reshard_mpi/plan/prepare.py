@@ -53,7 +53,6 @@ class Prepared:
     target_files: tuple[TargetFile, ...]
     source_files: tuple[str, ...]
     source_fragments: tuple[tuple[Fragment, ...], ...]
-    chosen: tuple[Fragment, ...]
     plan: Plan
 
 
@@ -132,7 +131,6 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         files,
         tuple(file_names.get(rank, "") for rank in range(case.world_size)),
         fragments_of,
-        tuple(f for fragments in chosen.values() for f in fragments),
         plan,
     )
 

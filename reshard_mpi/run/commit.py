@@ -26,7 +26,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def named(out: Path) -> Path:
     """`out` with a name of its own: `.` and `..` have none, and can't be renamed."""
-    return out if out.name not in ("", "..") else Path(os.path.realpath(out))
+    found = out if out.name not in ("", "..") else Path(os.path.realpath(out))
+    if not found.name:
+        raise UsageError(str(out), "is no folder that can be replaced; give OUT a name of its own")
+    return found
 
 
 def partial_of(out: Path) -> Path:

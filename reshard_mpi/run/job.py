@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from mpi4py import MPI
 
 from reshard_mpi import stop
@@ -123,13 +124,15 @@ def _kept_tensors(prepared: Prepared) -> set[str]:
     return {fragment.logical_tensor_id for fragment in prepared.outgoing.case.fragments}
 
 
+def _arrays_read(prepared: Prepared) -> set[tuple[str, str]]:
+    """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
+    read = np.unique(prepared.plan.source.array).tolist()
+    return {(f.payload_file, f.payload_key) for array in read for f in prepared.source_fragments[array]}
+
+
 def _unread_arrays(source: Source, prepared: Prepared) -> dict[WholeTensor, str]:
     """The stored arrays of the kept tensors that the plan doesn't read, and their digests."""
-    read = {
-        (fragment.payload_file, fragment.payload_key)
-        for fragments in prepared.source_fragments
-        for fragment in fragments
-    }
+    read = _arrays_read(prepared)
     kept = _kept_tensors(prepared)
     return {
         whole_array(f.payload_file, f.payload_key, source.headers[f.payload_file][f.payload_key]): f.fragment_digest
@@ -270,11 +273,11 @@ def _report(job: Job, local: _Local | None, measured: Sequence[Mapping[str, Any]
     assert local is not None
     case, prepared = local.prepared.outgoing.case, local.prepared
     kept = [f for f in local.source.case.fragments if f.logical_tensor_id in _kept_tensors(prepared) and f.has_elements]
-    read = {fragment.fragment_id for fragment in prepared.chosen}
+    read = _arrays_read(prepared)
     unread = sum(
         local.source.headers[f.payload_file][f.payload_key].nbytes
         for f in kept
-        if f.replica.member_count > 1 and f.fragment_id not in read
+        if f.replica.member_count > 1 and (f.payload_file, f.payload_key) not in read
     )
     return summary_of(
         measured,

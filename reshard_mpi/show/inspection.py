@@ -7,7 +7,7 @@ from typing import Any
 from reshard_mpi.checkpoint.checks import box_text
 from reshard_mpi.checkpoint.manifest import Case, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import UsageError, names, plural
+from reshard_mpi.errors import UsageError, names, one_line, plural
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.report import size_text, topology_text
 from reshard_mpi.show.tensors import layout_text, tensor_facts, tensor_lines
@@ -105,7 +105,7 @@ def tensor_tiles(source: Source, name: str) -> dict[str, Any]:
 def tiles_text(facts: Mapping[str, Any]) -> str:
     """The tiles for people."""
     layout = layout_text(facts["layout"], facts["source_topology"]) or "whole"
-    lines = [f"{facts['tensor']}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {layout}"]
+    lines = [f"{one_line(facts['tensor'])}: {facts['dtype']} {facts['shape']}, {size_text(facts['nbytes'])}; {layout}"]
     for tile in facts["tiles"]:
         marks = [f"{axis} {index}" for axis, index in tile["coordinates"].items()]
         if tile["replica"][1] > 1:
@@ -113,5 +113,5 @@ def tiles_text(facts: Mapping[str, Any]) -> str:
         if tile["stored_shape"] != tile["extent"]:
             marks.append(f"stored as {tile['stored_shape']} ({tile['padding']})")
         box = box_text(tile["offset"], tile["extent"])
-        lines.append(f"  rank {tile['rank']:>5}  {box}  {', '.join(marks)}  {tile['file']}:{tile['key']}")
+        lines.append(f"  rank {tile['rank']:>5}  {box}  {', '.join(marks)}  {tile['file']}:{one_line(tile['key'])}")
     return "\n".join(lines)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from reshard_mpi.check.oracles import oracle_arrays
 from reshard_mpi.checkpoint.manifest import by_tensor
-from reshard_mpi.errors import ReshardError, names, plural
+from reshard_mpi.errors import ReshardError, names, plural, telling_order
 from reshard_mpi.plan.plan import Side, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
@@ -30,12 +31,23 @@ def refusals_of(
         outgoing, refused = outgoing_of(source, selection)
         faults += refused
     try:
+        faults += _oracle_array_faults(source)
         resources = Resources(nranks, round_nbytes_of(memory_nbytes), writers, hashing)
         if outgoing is not None and not faults:
             return prepare(source, outgoing, resources), []
     except ReshardError as fault:
         faults.append(fault)
-    return None, faults
+    return None, sorted(faults, key=telling_order)
+
+
+def _oracle_array_faults(source: Source) -> list[ReshardError]:
+    """What keeps the oracles from being carried through."""
+    try:
+        if source.findings.is_sound:
+            oracle_arrays(source.folder, source.case)
+        return []
+    except ReshardError as fault:
+        return [fault]
 
 
 def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, Rule, Stages
-from reshard_mpi.errors import plural
+from reshard_mpi.errors import one_line, plural
 from reshard_mpi.report import size_text
 
 MOST_LINES = 60
@@ -59,7 +59,7 @@ def tensor_lines(tensors: Sequence[Mapping[str, Any]], mesh_axes: Mapping[str, i
         layout = layout_text(tensor["layout"], mesh_axes, grouped=True)
         groups[pattern, tensor["dtype"], tuple(tensor["shape"]), layout].append(tensor)
     rows = [
-        (_name_of(members), members, layout_text(members[0]["layout"], mesh_axes, grouped=len(members) > 1))
+        (one_line(_name_of(members)), members, layout_text(members[0]["layout"], mesh_axes, grouped=len(members) > 1))
         for members in groups.values()
     ]
     width = min(max((len(name) for name, _, _ in rows), default=0), WIDEST_NAME)

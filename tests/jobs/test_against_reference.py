@@ -137,17 +137,13 @@ def test_out_does_not_depend_on_ranks_or_memory(seed, tmp_path):
     some, others = dice.shuffled(RANKS)[:2]
     runs = {"one": (some, "256M"), "two": (others, "1M"), "three": (some, "1M")}
     for name, (nranks, memory) in runs.items():
-        done = reshard(
-            nranks, source.folder, tmp_path / name, "--target", spelled(target), "--memory", memory
-        )
+        done = reshard(nranks, source.folder, tmp_path / name, "--target", spelled(target), "--memory", memory)
         assert done.returncode == 0, f"{nranks} ranks, {memory}: {done.stderr}"
     judge(source, target, tmp_path / "one")
     outs = {name: contents(tmp_path / name) for name in runs}
     for name in ("two", "three"):
         differing = [
-            file
-            for file in outs["one"].keys() | outs[name].keys()
-            if outs["one"].get(file) != outs[name].get(file)
+            file for file in outs["one"].keys() | outs[name].keys() if outs["one"].get(file) != outs[name].get(file)
         ]
         assert not differing, f"{runs['one']} and {runs[name]}: {sorted(differing)}"
 

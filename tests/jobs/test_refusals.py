@@ -102,6 +102,7 @@ REFUSALS = [
     ("SOURCE is below a file", 5, lambda folder: UNEVEN / "case.json" / "below", [], ["below"]),
     ("SOURCE has a name that is too long", 5, lambda folder: folder / ("n" * 300), [], ["nnn"]),
     ("SOURCE leads to itself", 5, lambda folder: with_a_link_for_parent(folder) and folder / "loop", [], ["loop"]),
+    ("a report within SOURCE", 2, without_anything, ["--report", UNEVEN / "case.json"], ["--report"]),
     ("too little memory", 6, without_anything, ["--memory", "1K"], ["--memory"]),
 ]
 
@@ -124,6 +125,7 @@ OUTS = [
     ("SOURCE by another name", lambda source: source.parent / "link"),
     ("inside SOURCE", lambda source: source / "deep" / "out"),
     ("around SOURCE", lambda source: source.parent),
+    ("the root of all folders", lambda source: Path("/")),
     ("inside SOURCE by another name", lambda source: source.parent / "link" / "out"),
 ]
 
