@@ -183,7 +183,12 @@ def test_all_ranks_leave_with_the_same_code(tmp_path, mpi, why, code, source, op
     arguments = ("reshard", source, tmp_path / "out", *options)
     done = run_python_mpi(4, "-c", noting, notes, *arguments, mpi=mpi)
     assert_refused(done, code, out=tmp_path / "out")
-    assert {path.name: path.read_text() for path in notes.iterdir()} == {str(rank): str(code) for rank in range(4)}
+    left_with = {path.name: path.read_text() for path in notes.iterdir()}
+    if mpi == "openmpi" and why == "usage":
+        # Nobody has started MPI: as rank 0 leaves, Open MPI's launcher ends those that wait for it to have its say.
+        assert left_with.pop("0") == str(code) and set(left_with.values()) <= {str(code)}
+    else:
+        assert left_with == {str(rank): str(code) for rank in range(4)}
 
 
 @pytest.mark.parametrize("command", ["verify", "compare", "inspect", "plan"])

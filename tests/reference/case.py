@@ -47,12 +47,7 @@ class Case:
     @property
     def unnamed_arrays(self) -> list[tuple[str, str]]:
         named = {(f["payload_file"], f["payload_key"]) for f in self.manifest["fragments"]}
-        return [
-            (file, key)
-            for file, shard in self.shards.items()
-            for key in shard.arrays
-            if (file, key) not in named
-        ]
+        return [(file, key) for file, shard in self.shards.items() for key in shard.arrays if (file, key) not in named]
 
 
 def load(folder, full: bool = False) -> Case:
@@ -64,8 +59,7 @@ def load(folder, full: bool = False) -> Case:
         check_fragment(folder, fragment, manifest["topology"]["source"])
     check_ranks(fragments, manifest["world_size"])
     shards = {
-        shard_name(rank): read_shard(os.path.join(folder, shard_name(rank)))
-        for rank in range(manifest["world_size"])
+        shard_name(rank): read_shard(os.path.join(folder, shard_name(rank))) for rank in range(manifest["world_size"])
     }
     for fragment in fragments:
         check_stored(fragment, shards)

@@ -54,9 +54,7 @@ def check_boxes(where: str, fragment: dict) -> None:
         check_byte_boundary(
             where, fragment["dtype"], sizes["element_offset"], sizes["element_extent"], sizes["global_shape"]
         )
-        check_byte_boundary(
-            where, fragment["dtype"], sizes["before"], sizes["element_extent"], sizes["local_shape"]
-        )
+        check_byte_boundary(where, fragment["dtype"], sizes["before"], sizes["element_extent"], sizes["local_shape"])
 
 
 def check_byte_boundary(where: str, dtype: str, offset, extent, shape) -> None:
@@ -73,9 +71,9 @@ def check_byte_boundary(where: str, dtype: str, offset, extent, shape) -> None:
 def check_place(where: str, folder: str, fragment: dict, source: dict) -> None:
     """Its file and its coordinates."""
     coordinates = fragment["topology_coordinates"]
-    if coordinates != sorted(coordinates) or {axis for axis, _ in coordinates} != (
-        set(source) - {"world_size"}
-    ) | {"rank"}:
+    if coordinates != sorted(coordinates) or {axis for axis, _ in coordinates} != (set(source) - {"world_size"}) | {
+        "rank"
+    }:
         raise Refused(3, f"{where}: coordinates {coordinates} in topology {source}")
     for axis, index in coordinates:
         if not 0 <= index < (math.prod(source.values()) if axis == "rank" else source[axis]):
@@ -99,9 +97,7 @@ def check_ranks(fragments: list[dict], world_size: int) -> None:
 def check_stored(fragment: dict, shards: dict[str, Shard]) -> None:
     stored = shards[fragment["payload_file"]].arrays.get(fragment["payload_key"])
     if stored is None:
-        raise Refused(
-            3, f"{fragment['fragment_id']}: no {fragment['payload_key']} in {fragment['payload_file']}"
-        )
+        raise Refused(3, f"{fragment['fragment_id']}: no {fragment['payload_key']} in {fragment['payload_file']}")
     if (stored.dtype, stored.shape) != (fragment["dtype"], fragment["local_shape"]):
         raise Refused(
             3,
@@ -113,9 +109,7 @@ def check_stored(fragment: dict, shards: dict[str, Shard]) -> None:
 def check_shared_storage(fragments: list[dict]) -> None:
     seen: dict[tuple, list] = {}
     for fragment in fragments:
-        seen.setdefault((fragment["payload_file"], fragment["payload_key"]), []).append(
-            fragment["shared_storage_id"]
-        )
+        seen.setdefault((fragment["payload_file"], fragment["payload_key"]), []).append(fragment["shared_storage_id"])
     for place, ids in seen.items():
         if len(ids) > 1 and (None in ids or len(set(ids)) > 1):
             raise Refused(3, f"{place}: stored once for several fragments, shared_storage_id {ids}")

@@ -168,8 +168,7 @@ def fqns(dice: Dice, knobs: Knobs) -> list[str]:
     root = dice.pick(["", "model.", "transformer."])
     stack = dice.pick(["layers", "layer", "h", "blocks", "block"])
     names = [
-        f"{root}{name}"
-        for name in ("embed_tokens.weight", "wpe.weight", "norm.weight", "lm_head.weight", "scale")
+        f"{root}{name}" for name in ("embed_tokens.weight", "wpe.weight", "norm.weight", "lm_head.weight", "scale")
     ]
     names += [f"{root}{stack}.{n}.attn.qkv.weight" for n in dice.some(range(7), 60)]
     names += [f"{root}{stack}.{n}.mlp.experts.{e}.w1" for n in range(2) for e in dice.some(range(5), 40)]
@@ -191,9 +190,7 @@ def describe_tensor(dice: Dice, knobs: Knobs, mesh: dict[str, int], fqn: str, co
         shape=shape,
         content=content,
         uses=describe_uses(dice, knobs, mesh, fqn, dtype, shape),
-        nesting=tuple(dice.shuffled(mesh))
-        if dice.chance(knobs.irregular)
-        else tuple(in_order(mesh, NESTING)),
+        nesting=tuple(dice.shuffled(mesh)) if dice.chance(knobs.irregular) else tuple(in_order(mesh, NESTING)),
         padding_percent=dice.pick([20, 100]) if dice.chance(knobs.padding) else 0,
         unwritten_empty=dice.chance(knobs.unwritten_empty),
         careless_empty=dice.chance(knobs.careless_empty),
@@ -264,9 +261,7 @@ def fuse(dice: Dice, tensor: TensorSpec) -> TensorSpec:
     """Cut an axis into groups, each of which is then cut by the mesh: gate and up, or query, key, value."""
     last = len(tensor.shape) - 1
     candidates = [
-        a
-        for a, extent in enumerate(tensor.shape)
-        if extent >= 2 and not (tensor.dtype in SUB_BYTE_UNIT and a == last)
+        a for a, extent in enumerate(tensor.shape) if extent >= 2 and not (tensor.dtype in SUB_BYTE_UNIT and a == last)
     ]
     if not candidates:
         return tensor
@@ -275,9 +270,7 @@ def fuse(dice: Dice, tensor: TensorSpec) -> TensorSpec:
     groups = (first, tensor.shape[axis] - first)
     if groups[1] >= 2 and dice.chance(40):
         groups = (first, 1, groups[1] - 1)
-    return replace(
-        tensor, fused_axis=axis, groups=groups, fused_in_one_array=dice.chance(80), careless_empty=False
-    )
+    return replace(tensor, fused_axis=axis, groups=groups, fused_in_one_array=dice.chance(80), careless_empty=False)
 
 
 def optimizer_state(
@@ -327,9 +320,7 @@ def companions(dice: Dice, knobs: Knobs, mesh: dict[str, int], tensors: list[Ten
             and not (tensors[n].dtype in SUB_BYTE_UNIT and len(tensors[n].shape) == 1)
             and dice.chance(60)
         )
-        tensors[n] = replace(
-            tensors[n], stored_with="storage", stored_side_by_side=side_by_side, careless_empty=False
-        )
+        tensors[n] = replace(tensors[n], stored_with="storage", stored_side_by_side=side_by_side, careless_empty=False)
         name = f"view.{tensors[n].fqn}"
         content = 1000 if side_by_side and tensors[n].tie_group_id is None else tensors[n].content
         out.append(replace(tensors[n], logical_tensor_id=name, fqn=name, content=content))
@@ -375,9 +366,5 @@ def former_rule(dice: Dice, tensor: TensorSpec, axis: str, size: int):
     """What an axis that the source no longer has did."""
     if axis in ("pp", "ep") and dice.chance(80):
         return {"stages": list(describe_stages(dice, tensor.fqn, axis, size)), "of": size}
-    axes = [
-        a
-        for a in range(len(tensor.shape))
-        if not (tensor.dtype in SUB_BYTE_UNIT and a == len(tensor.shape) - 1)
-    ]
+    axes = [a for a in range(len(tensor.shape)) if not (tensor.dtype in SUB_BYTE_UNIT and a == len(tensor.shape) - 1)]
     return dice.pick(axes) if axes and axis != "dp" and dice.chance(80) else "replicate"

@@ -55,9 +55,7 @@ def by_tensor(fragments: list[dict]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for fragment in sorted(fragments, key=lambda f: f["logical_tensor_id"]):
         agreed = {name: fragment[name] for name in AGREED}
-        tensor = tensors.setdefault(
-            fragment["logical_tensor_id"], Tensor(fragment["logical_tensor_id"], **agreed)
-        )
+        tensor = tensors.setdefault(fragment["logical_tensor_id"], Tensor(fragment["logical_tensor_id"], **agreed))
         if agreed != {name: getattr(tensor, name) for name in AGREED}:
             raise Refused(3, f"{tensor.logical_tensor_id}: fragments disagree")
         tensor.fragments.append(fragment)
@@ -70,11 +68,7 @@ def mesh_of(topology: dict) -> dict[str, int]:
     >>> mesh_of({"pp": 2, "tp": 1})
     {'pp': 2}
     """
-    return {
-        OTHER_NAMES.get(axis, axis): size
-        for axis, size in topology.items()
-        if axis != "world_size" and size > 1
-    }
+    return {OTHER_NAMES.get(axis, axis): size for axis, size in topology.items() if axis != "world_size" and size > 1}
 
 
 def coordinates_of(fragment: dict) -> dict[str, int]:
@@ -100,7 +94,7 @@ def replica_groups(tensor: Tensor) -> list[list[dict]]:
     for fragment in filter(has_elements, tensor.fragments):
         replica = fragment["replica"]
         alone = replica["member_count"] == 1
-        groups.setdefault(
-            ("alone", fragment["fragment_id"]) if alone else ("group", replica["group_id"]), []
-        ).append(fragment)
+        groups.setdefault(("alone", fragment["fragment_id"]) if alone else ("group", replica["group_id"]), []).append(
+            fragment
+        )
     return [sorted(group, key=lambda f: f["replica"]["member_index"]) for group in groups.values()]

@@ -111,17 +111,14 @@ def ranks_of(spec: CaseSpec) -> list[tuple[int, dict[str, int]]]:
     """(rank, coordinates); the mesh's own order of axes, or no order at all."""
     places = list(product(*(range(size) for size in spec.mesh.values())))
     return sorted(
-        (rank, dict(zip(spec.mesh, place, strict=True)))
-        for rank, place in zip(spec.rank_order, places, strict=True)
+        (rank, dict(zip(spec.mesh, place, strict=True))) for rank, place in zip(spec.rank_order, places, strict=True)
     )
 
 
 # Boxes
 
 
-def boxes_of(
-    spec: CaseSpec, tensor: TensorSpec, coordinates: dict[str, int]
-) -> list[tuple[list[int], list[int]]]:
+def boxes_of(spec: CaseSpec, tensor: TensorSpec, coordinates: dict[str, int]) -> list[tuple[list[int], list[int]]]:
     """(offset, extent) of what these coordinates hold, one box a group."""
     if tensor.boxes:
         here = tuple(coordinates.values())
@@ -170,8 +167,7 @@ def careless(spec: CaseSpec, tensor: TensorSpec, box):
     extent = list(box[1])
     extent[places.randrange(len(extent))] = 0
     return [
-        places.randint(0, whole) if e == 0 else o
-        for o, e, whole in zip(box[0], extent, tensor.shape, strict=True)
+        places.randint(0, whole) if e == 0 else o for o, e, whole in zip(box[0], extent, tensor.shape, strict=True)
     ], extent
 
 
@@ -186,9 +182,7 @@ def storages(spec: CaseSpec) -> list[list[TensorSpec]]:
     return list(groups.values())
 
 
-def arrays_of(
-    spec: CaseSpec, tensors: list[TensorSpec], rank: int, coordinates: dict[str, int]
-) -> list[Array]:
+def arrays_of(spec: CaseSpec, tensors: list[TensorSpec], rank: int, coordinates: dict[str, int]) -> list[Array]:
     """The arrays in which a rank keeps what it holds of these tensors."""
     name = f"{tensors[0].logical_tensor_id}@{rank}"
     held = [(tensor, box) for tensor in tensors for box in boxes_of(spec, tensor, coordinates)]
@@ -264,9 +258,7 @@ def fragments_of(
     ]
 
 
-def fragment_of(
-    spec: CaseSpec, array: Array, n: int, digest: str | None, rank: int, coordinates: dict
-) -> dict:
+def fragment_of(spec: CaseSpec, array: Array, n: int, digest: str | None, rank: int, coordinates: dict) -> dict:
     piece, tensor = array.parts[n], array.parts[n].tensor
     after = [whole - b - e for whole, b, e in zip(array.shape, piece.before, piece.extent, strict=True)]
     padded = any(piece.before + after)
@@ -295,9 +287,7 @@ def fragment_of(
         "shard_file_id": shard_name(rank),
         "shared_storage_id": array.shared_storage_id,
         "tie_group_id": tensor.tie_group_id,
-        "topology_coordinates": sorted(
-            [[axis, index] for axis, index in coordinates.items()] + [["rank", rank]]
-        ),
+        "topology_coordinates": sorted([[axis, index] for axis, index in coordinates.items()] + [["rank", rank]]),
     }
     return fragment | ({"colour": "blue"} if spec.unknown_keys else {})
 
@@ -359,6 +349,4 @@ def write_manifest(spec: CaseSpec, folder, fragments: list[dict], wholes: dict[s
         "world_size": len(spec.rank_order),
     }
     with open(os.path.join(folder, "case.json"), "w", encoding="utf-8") as file:
-        json.dump(
-            manifest | ({"colour": "blue"} if spec.unknown_keys else {}), file, sort_keys=True, indent=2
-        )
+        json.dump(manifest | ({"colour": "blue"} if spec.unknown_keys else {}), file, sort_keys=True, indent=2)

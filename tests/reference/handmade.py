@@ -84,8 +84,7 @@ def case_of(*tensors: TensorSpec, mesh: dict[str, int]) -> CaseSpec:
     for size in mesh.values():
         nranks *= size
     tensors = tuple(
-        replace(t, uses={axis: t.uses.get(axis, Held()) for axis in mesh}, nesting=tuple(mesh))
-        for t in tensors
+        replace(t, uses={axis: t.uses.get(axis, Held()) for axis in mesh}, nesting=tuple(mesh)) for t in tensors
     )
     return CaseSpec("handmade", 1, mesh, tuple(range(nranks)), tensors, None, {"world_size": 1}, (), PLAIN)
 

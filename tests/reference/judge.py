@@ -14,8 +14,7 @@ def judge(source: Case, target: dict | None, folder) -> Case:
     """The checkpoint in `folder` is that of `source` for `target`, in every respect. Returns it, loaded."""
     written = load(folder, full=True)
     aliases = {
-        file: {k: v for k, v in shard.metadata.items() if k != "format"}
-        for file, shard in written.shards.items()
+        file: {k: v for k, v in shard.metadata.items() if k != "format"} for file, shard in written.shards.items()
     }
     faults = aliases_without_a_reason(source, written, aliases)
     if not faults:
@@ -36,11 +35,7 @@ def aliases_without_a_reason(source: Case, written: Case, aliases: dict[str, dic
     tensor_of = {key: source.tensors[name] for name, key in key_of.items()}
     faults = []
     for file, kept_of in aliases.items():
-        boxes = {
-            f["logical_tensor_id"]: box_of(f)
-            for f in written.manifest["fragments"]
-            if f["payload_file"] == file
-        }
+        boxes = {f["logical_tensor_id"]: box_of(f) for f in written.manifest["fragments"] if f["payload_file"] == file}
         for alias, kept in kept_of.items():
             if alias not in tensor_of or kept not in tensor_of or kept in kept_of:
                 faults.append(f"{file}: __metadata__ says {alias} -> {kept}")
@@ -60,16 +55,12 @@ def share_an_array(some: list[dict], others: list[dict]) -> bool:
 
 
 def differing_files(expected: Expected, folder) -> list[str]:
-    want = {"case.json", *expected.shards} | (
-        {expected.manifest["oracle_file"]} if expected.oracles else set()
-    )
+    want = {"case.json", *expected.shards} | ({expected.manifest["oracle_file"]} if expected.oracles else set())
     got = set(os.listdir(folder))
     faults = [f"files missing {sorted(want - got)}, unexpected {sorted(got - want)}"] if want != got else []
     if expected.oracles and expected.manifest["oracle_file"] in got:
         arrays = read_shard(os.path.join(folder, expected.manifest["oracle_file"])).arrays
-        faults += [
-            f"oracle {key} differs" for key, array in expected.oracles.items() if arrays.get(key) != array
-        ]
+        faults += [f"oracle {key} differs" for key, array in expected.oracles.items() if arrays.get(key) != array]
     return faults
 
 
@@ -111,9 +102,7 @@ def differing_fragments(expected: Expected, written: Case) -> list[str]:
 def differing_layout(source: Case, expected: Expected, written: Case) -> list[str]:
     """An axis of size 1 does nothing: whether it is remembered is left open."""
     want = {
-        (n, axis): rule
-        for n, rules in expected.manifest["topology"]["layout"].items()
-        for axis, rule in rules.items()
+        (n, axis): rule for n, rules in expected.manifest["topology"]["layout"].items() for axis, rule in rules.items()
     }
     got = {
         (n, axis): rule
@@ -168,9 +157,7 @@ def ill_formed_json(path: str) -> list[str]:
     with open(path, encoding="utf-8") as file:
         text = file.read()
     parsed = json.loads(text)
-    forms = [
-        json.dumps(parsed, sort_keys=True, indent=2, ensure_ascii=ascii_only) for ascii_only in (True, False)
-    ]
+    forms = [json.dumps(parsed, sort_keys=True, indent=2, ensure_ascii=ascii_only) for ascii_only in (True, False)]
     return [] if text.rstrip("\n") in forms else [f"{path}: keys not sorted, or indent not 2"]
 
 

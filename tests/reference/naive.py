@@ -52,9 +52,7 @@ def payload_keys(case: Case) -> dict[str, str]:
         qualified = f"{tensor.component_id}/{tensor.fqn}"
         if len(namesakes) == 1:
             keys[name] = tensor.fqn
-        elif (
-            tensor.component_id == "model" and sum(other.component_id == "model" for other in namesakes) == 1
-        ):
+        elif tensor.component_id == "model" and sum(other.component_id == "model" for other in namesakes) == 1:
             keys[name] = tensor.fqn
         elif sum(f"{other.component_id}/{other.fqn}" == qualified for other in case.tensors.values()) == 1:
             keys[name] = qualified
@@ -71,9 +69,7 @@ def evidence(case: Case, tensor: Tensor, offset: list[int], extent: list[int]) -
     for first, *_ in replica_groups(tensor):
         overlaps = [
             max(o, fo) < min(o + e, fo + fe)
-            for o, e, fo, fe in zip(
-                offset, extent, first["element_offset"], first["element_extent"], strict=True
-            )
+            for o, e, fo, fe in zip(offset, extent, first["element_offset"], first["element_extent"], strict=True)
         ]
         if all(overlaps):
             used.add(f"{case.manifest['case_id']}#{first['fragment_id']}")
@@ -85,9 +81,7 @@ def fragment_of(
 ) -> dict:
     """The record of one box of the target; replicas are counted later."""
     offset, extent = box
-    check_byte_boundary(
-        f"{tensor.logical_tensor_id}|r{rank}", tensor.dtype, offset, extent, tensor.global_shape
-    )
+    check_byte_boundary(f"{tensor.logical_tensor_id}|r{rank}", tensor.dtype, offset, extent, tensor.global_shape)
     raw = dtypes.to_bytes(tensor.cells[slices(offset, extent)], tensor.dtype)
     nothing = [0] * len(offset)
     return {
@@ -103,9 +97,7 @@ def fragment_of(
         "local_shape": extent,
         "logical_tensor_id": tensor.logical_tensor_id,
         "padding": {"after": nothing, "before": nothing, "semantic": "none"},
-        "partition_axes": sorted(
-            {rule for axis, rule in rules.items() if isinstance(rule, int) and target[axis] > 1}
-        ),
+        "partition_axes": sorted({rule for axis, rule in rules.items() if isinstance(rule, int) and target[axis] > 1}),
         "payload_file": shard_name(rank),
         "payload_key": key,
         "replica": {"group_id": None, "member_count": 1, "member_index": 0},
@@ -114,9 +106,7 @@ def fragment_of(
         "shard_file_id": shard_name(rank),
         "shared_storage_id": None,
         "tie_group_id": tensor.tie_group_id,
-        "topology_coordinates": sorted(
-            [[axis, index] for axis, index in coordinates.items()] + [["rank", rank]]
-        ),
+        "topology_coordinates": sorted([[axis, index] for axis, index in coordinates.items()] + [["rank", rank]]),
     }
 
 
@@ -143,9 +133,7 @@ def target_layout(case: Case, tensor: Tensor, rules: dict) -> dict:
     return layout
 
 
-def reshard(
-    case: Case, target: dict | None = None, stored_once: dict[str, dict[str, str]] | None = None
-) -> Expected:
+def reshard(case: Case, target: dict | None = None, stored_once: dict[str, dict[str, str]] | None = None) -> Expected:
     """The whole answer. `target`: mesh axis -> size, or {"world_size": 1}; absent: the case's own.
 
     `stored_once`: per file, alias key -> kept key. Which arrays are stored once for several tensors is
@@ -165,8 +153,7 @@ def reshard(
     files = [shard_name(rank) for rank in range(len(ranks_of(target)))]
     aliases = {file: (stored_once or {}).get(file, {}) for file in files}
     shards = {
-        file: arrays_of(case, [f for f in fragments if f["payload_file"] == file], aliases[file])
-        for file in files
+        file: arrays_of(case, [f for f in fragments if f["payload_file"] == file], aliases[file]) for file in files
     }
     oracles = kept_oracles(case)
     return Expected(

@@ -97,16 +97,10 @@ def target_stages(case: Case, tensor: Tensor, axis: str, size: int, known: dict 
     if known and known["of"] == size:
         return sorted(known["stages"])
     if match := NUMBERED[axis].search(tensor.fqn):
-        return [
-            stage_of_number(
-                int(match[3]), stack_height(case, NUMBERED[axis], tensor.fqn[: match.start()]), size
-            )
-        ]
+        return [stage_of_number(int(match[3]), stack_height(case, NUMBERED[axis], tensor.fqn[: match.start()]), size)]
     if known:
         of = known["of"]
-        return sorted(
-            {size - 1 if of > 1 and stage == of - 1 else stage * size // of for stage in known["stages"]}
-        )
+        return sorted({size - 1 if of > 1 and stage == of - 1 else stage * size // of for stage in known["stages"]})
     return [0 if any(word in tensor.fqn for word in ("embed", "wte", "wpe")) else size - 1]
 
 

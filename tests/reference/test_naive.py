@@ -136,19 +136,14 @@ def test_an_axis_that_the_target_has_must_be_explained_and_others_need_not_be(tm
 def test_evidence_of_more_than_64_fragments_is_the_whole_case(count, tmp_path):
     source = load(write_case(handmade.case_of_many_boxes(count), tmp_path / "in").folder)
     (fragment,) = naive.reshard(source).manifest["fragments"]
-    assert (
-        len(fragment["evidence_refs"]) == 64 if count == 64 else fragment["evidence_refs"] == ["handmade#*"]
-    )
+    assert len(fragment["evidence_refs"]) == 64 if count == 64 else fragment["evidence_refs"] == ["handmade#*"]
 
 
 def test_a_tensor_without_elements_is_placed_where_it_is_held_and_split_where_its_boxes_show_it():
     empty = tensor_with({(0, 0): [((0, 0), (0, 4))]}, shape=(0, 4))
     split = tensor_with({(0, 0): [((0, 0), (0, 2))], (0, 1): [((0, 2), (0, 2))]}, shape=(0, 4))
     assert rules.inferred_rule(case_with(empty), empty, "pp") == {"stages": [0], "of": 2}
-    assert (
-        rules.inferred_rule(case_with(empty), empty, "tp")
-        == "replicate"
-    )
+    assert rules.inferred_rule(case_with(empty), empty, "tp") == "replicate"
     assert rules.inferred_rule(case_with(split), split, "tp") == 1
 
 
@@ -328,9 +323,7 @@ def test_a_chain_of_targets_leads_back_to_the_boxes(tmp_path_factory, spec, data
     source = load(write_case(spec, folder / "0").folder)
     case = source
     for n in (1, 2, 3):
-        target = (
-            describe_target(HypothesisDice(data.draw), case) if n < 3 else source.mesh or {"world_size": 1}
-        )
+        target = describe_target(HypothesisDice(data.draw), case) if n < 3 else source.mesh or {"world_size": 1}
         naive.write(naive.reshard(case, target), folder / str(n))
         case = load(folder / str(n))
     assert boxes_by_coordinates(case) == boxes_by_coordinates(source)
@@ -352,9 +345,7 @@ def test_generated_cases_are_various(tmp_path):
         seen |= {"unnamed arrays"} if case.unnamed_arrays else set()
         seen |= {"no mesh"} if not case.mesh else set()
         for tensor in case.tensors.values():
-            seen |= {tensor.dtype, f"{len(tensor.global_shape)}-d"} | (
-                {"zero-size"} if tensor.nelems == 0 else set()
-            )
+            seen |= {tensor.dtype, f"{len(tensor.global_shape)}-d"} | ({"zero-size"} if tensor.nelems == 0 else set())
             seen |= {"tie"} if tensor.tie_group_id else set()
             for fragment in tensor.fragments:
                 seen |= {f"padding {fragment['padding']['semantic']}"}
@@ -402,9 +393,7 @@ def change_layout(expected):
 
 
 def change_order(expected):
-    expected.shards["rank-00000.safetensors"] = dict(
-        reversed(expected.shards["rank-00000.safetensors"].items())
-    )
+    expected.shards["rank-00000.safetensors"] = dict(reversed(expected.shards["rank-00000.safetensors"].items()))
 
 
 def change_bytes_and_digest(expected):
