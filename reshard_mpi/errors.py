@@ -83,6 +83,13 @@ def first_to_tell(errors: Iterable[ReshardError]) -> ReshardError | None:
     return min(errors, key=telling_order, default=None)
 
 
+def raise_first(errors: Iterable[ReshardError]) -> None:
+    """Raise the error that stands for all, if there is any."""
+    told = first_to_tell(errors)
+    if told is not None:
+        raise told
+
+
 def plural(count: int, noun: str) -> str:
     """
     >>> plural(1, "shard"), plural(0, "shard")

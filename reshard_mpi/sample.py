@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, case_text
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import UsageError, first_to_tell
+from reshard_mpi.errors import UsageError, raise_first
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
 from reshard_mpi.plan.prepare import target_files
@@ -133,9 +133,7 @@ def _outgoing(model: Llama, target: Mesh, dtype: str, seed: int) -> Outgoing:
     )
     rules: Layout = {fqn: {"tp": TP_RULES.get(fqn.split(".")[-2], "replicate")} for fqn, _ in model.tensors()}
     layout, faults = target_layout(case, target, rules)
-    told = first_to_tell(faults)
-    if told is not None:
-        raise told
+    raise_first(faults)
     return outgoing_case(case, layout, target, rules)
 
 

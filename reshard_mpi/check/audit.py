@@ -1,9 +1,10 @@
 """Digests of whole tensors, boxes and arrays, computed by all ranks together; and what follows from comparing them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from reshard_mpi import stop
@@ -11,6 +12,7 @@ from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
 from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
 from reshard_mpi.mpi.comm import ROOT, agreed
+from reshard_mpi.plan.shares import deal_to_least
 from reshard_mpi.report import Progress
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.source import Source
@@ -27,11 +29,9 @@ def deal(
     An expected error of a task is its result. `progress` is the style in which rank 0 shows how far it is with its own share.
     """
     shares: list[list[tuple[int, T]]] = [[] for _ in range(comm.size)]
-    load = [0] * comm.size
-    for number, task in sorted(enumerate(tasks or ()), key=lambda item: -nbytes(item[1])):
-        rank = min(range(comm.size), key=load.__getitem__)
-        shares[rank].append((number, task))
-        load[rank] += nbytes(task) + 1
+    costs = np.array([nbytes(task) + 1 for task in tasks or ()], np.int64)  # a task without bytes is work too
+    for number, rank in enumerate(deal_to_least(costs, comm.size).tolist()):
+        shares[rank].append((number, (tasks or ())[number]))
     mine = comm.scatter(shares if comm.rank == ROOT else None, root=ROOT)
     done: list[tuple[int, R | ReshardError]] = []
     shown = Progress(sum(nbytes(task) for _, task in mine), progress if comm.rank == ROOT else "off")
@@ -58,6 +58,21 @@ def digests_of(
     """Collective: the SHA-256 of each of rank 0's tensors, on rank 0; where one couldn't be read, its error."""
     with Files(folder) as files:
         return deal(comm, tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.digest(files), progress)
+
+
+def check_digests(comm: MPI.Comm, folder: Path, expected: Mapping[WholeTensor, str] | None) -> list[ReshardError]:
+    """Collective: faults of rank 0's tensors that don't have the SHA-256 expected of them, on rank 0."""
+    found = digests_of(comm, folder, list(expected or ()))
+    faults: list[ReshardError] = []
+    for (tensor, digest), result in zip((expected or {}).items(), found, strict=True):
+        if isinstance(result, ReshardError):
+            faults.append(result)
+        elif result != digest:
+            message = (
+                f"{tensor.label} has digest {result}, expected {digest}; its bytes have changed since it was saved"
+            )
+            faults.append(IntegrityError(str(folder), f"{message}: get it anew"))
+    return faults
 
 
 def check_equal(

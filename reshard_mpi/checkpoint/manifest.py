@@ -132,9 +132,10 @@ class Case(Struct, frozen=True):
 
 
 class ParsedCase(Struct, frozen=True):
-    """A case, the digest of its fragments as they were written, and what the reader should be told."""
+    """A case, the digests of its text and of its fragments as they were written, and what the reader should be told."""
 
     case: Case
+    text_digest: str
     fragments_digest: str
     warnings: tuple[str, ...]
 
@@ -191,7 +192,7 @@ def parse_case(text: bytes, where: str = CASE_FILE) -> ParsedCase:
         raise InputError(where, f"{error}; expected what schema {SCHEMA_VERSION} says") from error
     unknown = _unknown_keys(raw)
     warnings = (f"{where}: unknown keys ignored: {names(sorted(unknown), most=20)}",) if unknown else ()
-    return ParsedCase(case, fragments_digest(raw["fragments"]), warnings)
+    return ParsedCase(case, sha256_name(hashlib.sha256(text)), fragments_digest(raw["fragments"]), warnings)
 
 
 def _check_schema(raw: dict[str, Any], where: str) -> None:

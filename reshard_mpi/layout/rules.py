@@ -81,7 +81,7 @@ def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tupl
             if axis in rules:
                 continue
             unclear = inferred.get(axis)
-            default = _default_rule(axis, size, tensor, stacks, source)
+            default = default_rule(axis, size, tensor, stacks)
             if isinstance(unclear, Undetermined):
                 without_rule[axis, unclear.reason].append(tensor_id)
             elif default is None:
@@ -122,7 +122,7 @@ def _rule_faults(tensor: Tensor, rules: Mapping[str, Rule]) -> list[ReshardError
     return faults
 
 
-def _default_rule(axis: str, size: int, tensor: Tensor, stacks: Stacks, source: Mesh) -> Rule | None:
+def default_rule(axis: str, size: int, tensor: Tensor, stacks: Stacks) -> Rule | None:
     """What an axis that the source doesn't have does to a tensor; None: only a layout can say."""
     if axis in ("dp", "cp") or 0 in tensor.shape:
         return "replicate"

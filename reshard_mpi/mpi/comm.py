@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.boxes import Ints
-from reshard_mpi.errors import ReshardError, first_to_tell, storage_error
+from reshard_mpi.errors import ReshardError, raise_first, storage_error
 
 T = TypeVar("T")
 ROOT = 0
@@ -56,9 +56,7 @@ def raise_together(comm: MPI.Comm, error: ReshardError | None) -> None:
     """
     _await_all(comm)
     found = comm.allgather(error or stop.request())
-    told = first_to_tell(error for error in found if error is not None)
-    if told is not None:
-        raise told
+    raise_first(error for error in found if error is not None)
 
 
 def _await_all(comm: MPI.Comm) -> None:

@@ -1,6 +1,5 @@
 """One reshard job, in reading order: load, prepare, broadcast the plan, move the rounds, verify, commit."""
 
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,12 @@ import numpy as np
 from mpi4py import MPI
 
 from reshard_mpi import stop
-from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
+from reshard_mpi.check.audit import check_digests, check_equal, equal_groups
 from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, by_tensor, case_text
-from reshard_mpi.errors import IntegrityError, ReshardError, first_to_tell
+from reshard_mpi.errors import IntegrityError, ReshardError, first_to_tell, raise_first
 from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together, root_value
 from reshard_mpi.mpi.load import load_together
 from reshard_mpi.plan.plan import plan_arrays, plan_from_arrays
@@ -94,9 +93,7 @@ def _prepare(source: Source | None, job: Job, nranks: int, round_nbytes: int) ->
     assert source is not None
     source.raise_first()
     outgoing, faults = outgoing_of(source, job.selection)
-    told = first_to_tell(faults)
-    if told is not None:
-        raise told
+    raise_first(faults)
     assert outgoing is not None
     prepared = prepare(source, outgoing, Resources(nranks, round_nbytes, _writers(job), job.verify != "none"))
     warn(source.warnings)
@@ -109,14 +106,7 @@ def _check_equalities(comm: MPI.Comm, job: Job, source: Source | None, prepared:
     if source and prepared:
         groups = equal_groups(source, _kept_tensors(prepared))
         unread = _unread_arrays(source, prepared) if job.verify == "full" else {}
-    faults = check_equal(comm, job.source, groups)
-    found = digests_of(comm, job.source, list(unread) if unread is not None else None)
-    for (array, expected), digest in zip((unread or {}).items(), found, strict=True):
-        faults += (
-            [digest]
-            if isinstance(digest, ReshardError)
-            else _digest_faults(str(job.source), array.label, digest, expected)
-        )
+    faults = check_equal(comm, job.source, groups) + check_digests(comm, job.source, unread)
     raise_together(comm, first_to_tell(faults))
 
 
@@ -141,22 +131,11 @@ def _unread_arrays(source: Source, prepared: Prepared) -> dict[WholeTensor, str]
     }
 
 
-def _digest_faults(where: str, what: str, found: str, expected: str) -> list[ReshardError]:
-    if found == expected:
-        return []
-    return [
-        IntegrityError(
-            where,
-            f"{what} has digest {found}, expected {expected}; its bytes have changed since it was saved: get it anew",
-        )
-    ]
-
-
 def _begin(job: Job, source: Source | None, prepared: Prepared | None) -> PartialFolder:
     assert source is not None and prepared is not None
     identity = {
         "source": str(job.source.resolve()),
-        "manifest": hashlib.sha256((job.source / CASE_FILE).read_bytes()).hexdigest(),
+        "manifest": source.parsed.text_digest,
         "target": prepared.outgoing.case.topology.source,
         "include": list(job.selection.include),
         "exclude": list(job.selection.exclude),
@@ -249,13 +228,7 @@ def _verify_target(comm: MPI.Comm, names: Names, written: Case | None) -> None:
             for oracle in written.oracles:
                 expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
             faults += oracle_file_faults(names.target_folder, written)
-    found = digests_of(comm, names.target_folder, list(expected))
-    for (what, digest), result in zip(expected.items(), found, strict=True):
-        faults += (
-            [result]
-            if isinstance(result, ReshardError)
-            else _digest_faults(str(names.target_folder), what.label, result, digest)
-        )
+    faults += check_digests(comm, names.target_folder, expected)
     raise_together(comm, first_to_tell(faults))
 
 

@@ -7,7 +7,6 @@ is written. `preadv`, `pwrite` and hashlib release Python's lock.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +80,7 @@ class Reader:
             if running is None:
                 running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
             within = offset - int(self._arrays.begin[array])
-            self._catch_up(array, running, within)
+            _catch_up(self._files, self._names, self._arrays, array, running, within, self.work)
             running.feed(within, buffer.data[position : position + nbytes])
             self.work.hashed_nbytes += nbytes
             if running.is_complete:
@@ -92,14 +91,8 @@ class Reader:
         """Hash what is left of every array: padding after its last box, and what came out of order."""
         for array, running in self._digests.items():
             if not running.is_complete:
-                self._catch_up(array, running, running.nbytes)
+                _catch_up(self._files, self._names, self._arrays, array, running, running.nbytes, self.work)
                 self._compare(array, running)
-
-    def _catch_up(self, array: int, running: RunningDigest, offset: int) -> None:
-        name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
-        again = running.catch_up(offset, lambda within, into: self._files.read(name, begin + within, into))
-        self.work.again_nbytes += again
-        self.work.hashed_nbytes += again
 
     def _compare(self, array: int, running: RunningDigest) -> None:
         found, expected = digest_name(running.digest()), digest_name(self._arrays.digest[array].tobytes())
@@ -164,15 +157,19 @@ class Writer:
         """The SHA-256 of this rank's share of the arrays; all ranks must have written and synced before."""
         started = time.perf_counter()
         for array, running in self._hashed.items():
-            name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
-            again = running.catch_up(running.nbytes, partial(self._read_within, name, begin))
-            self.work.again_nbytes += again
-            self.work.hashed_nbytes += again
+            _catch_up(self._files, self._names, self._arrays, array, running, running.nbytes, self.work)
         self.work.hash_seconds += time.perf_counter() - started
         return {array: running.digest() for array, running in self._hashed.items()}
 
-    def _read_within(self, name: str, begin: int, within: int, into: memoryview) -> None:
-        self._files.read(name, begin + within, into)
+
+def _catch_up(
+    files: Files, names: Sequence[str], arrays: ArrayTable, array: int, running: RunningDigest, offset: int, work: Work
+) -> None:
+    """Read what the digest of a stored array lacks before `offset`."""
+    name, begin = names[arrays.file[array]], int(arrays.begin[array])
+    again = running.catch_up(offset, lambda within, into: files.read(name, begin + within, into))
+    work.again_nbytes += again
+    work.hashed_nbytes += again
 
 
 def _rows(spans: Spans | Runs) -> Iterator[tuple[int, int, int, int]]:

@@ -10,10 +10,10 @@ import numpy as np
 
 from reshard_mpi.boxes import Ints
 from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import Rule, Stages
+from reshard_mpi.checkpoint.manifest import Rule
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import UsageError, plural
-from reshard_mpi.layout.rules import Stacks, Tensor, boxes_of
+from reshard_mpi.layout.rules import Stacks, Tensor, boxes_of, default_rule
 from reshard_mpi.plan.plan import ArrayTable, Plan, plan_arrays
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.stored import byte_form_of_arrays
@@ -136,16 +136,8 @@ def _plan(
 
 def _complete(rules: Mapping[str, Rule], mesh: Mesh, tensor: Tensor, stacks: Stacks) -> dict[str, Rule]:
     """The rule of every axis of the mesh: as for a source that doesn't have it (SPEC section 2)."""
-    found = dict(rules)
-    for axis, size in mesh.split_axes.items():
-        part = stacks.part(axis, tensor.fqn, size)
-        if axis == "pp":
-            found[axis] = Stages((part if part is not None else 0 if "embed" in tensor.fqn else size - 1,), size)
-        elif axis == "ep":
-            found[axis] = Stages((part,), size) if part is not None else "replicate"
-        elif axis not in found:
-            found[axis] = 0 if axis == "fsdp" else "replicate"
-    return found
+    defaults = {axis: default_rule(axis, size, tensor, stacks) for axis, size in mesh.split_axes.items()}
+    return {axis: "replicate" if rule is None else rule for axis, rule in defaults.items()} | dict(rules)
 
 
 def _table(rows: Ints) -> tuple[ArrayTable, Ints]:

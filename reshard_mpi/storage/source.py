@@ -16,8 +16,8 @@ from reshard_mpi.errors import (
     ReshardError,
     StorageError,
     UsageError,
-    first_to_tell,
     names,
+    raise_first,
     storage_error,
 )
 from reshard_mpi.storage.files import open_regular
@@ -52,9 +52,7 @@ class Source:
         return sorted(named | {f"{name}.safetensors" for name in unnamed})
 
     def raise_first(self) -> None:
-        told = first_to_tell(self.findings.faults)
-        if told is not None:
-            raise told
+        raise_first(self.findings.faults)
 
 
 def read_text(folder: Path, name: str, most: int) -> bytes:
