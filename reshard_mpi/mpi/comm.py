@@ -17,7 +17,7 @@ from reshard_mpi.errors import ReshardError, raise_first, storage_error
 
 T = TypeVar("T")
 ROOT = 0
-SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 5e-3  # seconds
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 2e-3  # seconds
 
 
 class Agreement:
@@ -54,18 +54,19 @@ def raise_together(comm: MPI.Comm, error: ReshardError | None) -> None:
 
     A signal that asked any rank to stop is such an error.
     """
-    _await_all(comm)
-    found = comm.allgather(error or stop.request())
-    raise_first(error for error in found if error is not None)
+    mine = error or stop.request()
+    has_error, any_has = np.array([mine is not None], np.int32), np.empty(1, np.int32)
+    await_all(comm.Iallreduce(has_error, any_has, MPI.MAX))
+    if any_has[0]:
+        raise_first(error for error in comm.allgather(mine) if error is not None)
 
 
-def _await_all(comm: MPI.Comm) -> None:
-    """Collective: return when all ranks are here, without keeping a core busy meanwhile.
+def await_all(request: MPI.Request) -> None:
+    """Return when a non-blocking collective is complete, without keeping a core busy meanwhile.
 
     Blocking collectives spin: while rank 0 plans, or one rank reads, the others would take its cores away where there are more
     ranks than cores. And signals are seen at once, which within a blocking call they aren't.
     """
-    request = comm.Ibarrier()
     pause = SHORTEST_PAUSE
     while not request.Test():
         time.sleep(pause)

@@ -10,6 +10,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from reshard_mpi.boxes import Ints
+from reshard_mpi.mpi.comm import await_all
 from reshard_mpi.plan.rounds import RoundWork, Tiles
 
 Bytes = NDArray[np.uint8]
@@ -26,17 +27,22 @@ class Exchanger:
         self.seconds = 0.0
 
     def exchange(self, work: RoundWork, read_buffer: Bytes, write_buffer: Bytes) -> None:
-        """Collective: bring every tile of the round to where it is written."""
+        """Collective where the round crosses: bring every tile that must be moved to the write buffer."""
         started = time.perf_counter()
         copy_tiles(read_buffer, work.local_from, write_buffer, work.local_to)
+        if work.crosses:
+            self._cross(work, read_buffer, write_buffer)
+        self.seconds += time.perf_counter() - started
+
+    def _cross(self, work: RoundWork, read_buffer: Bytes, write_buffer: Bytes) -> None:
         copy_tiles(read_buffer, work.send, self._send, packed(work.send))
+        await_all(self._comm.Ibarrier())
         self._comm.Alltoallv(
             [self._send, (work.send_nbytes, _starts(work.send_nbytes)), MPI.BYTE],
             [self._receive, (work.receive_nbytes, _starts(work.receive_nbytes)), MPI.BYTE],
         )
         copy_tiles(self._receive, packed(work.receive), write_buffer, work.receive)
         self.sent_nbytes += int(work.send_nbytes.sum())
-        self.seconds += time.perf_counter() - started
 
 
 def _starts(nbytes: Ints) -> Ints:

@@ -12,8 +12,10 @@ import numpy as np
 from reshard_mpi.boxes import Boxes, Ints, join, meet
 from reshard_mpi.plan.stored import StoredBoxes
 
-# Two buffers each to read and to write (one in use, one being filled or emptied), one each to send and to receive.
-BUFFERS = 6
+# To read: one being filled, one in use, one being written from. To write: one being filled, one being written. One each to send
+# and to receive.
+READ_BUFFERS, WRITE_BUFFERS = 3, 2
+BUFFERS = READ_BUFFERS + WRITE_BUFFERS + 2
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,19 @@ class Side:
 class Plan:
     """Everything a rank needs to know. Slabs `round_first[k]:round_first[k + 1]` make round k.
 
-    No rank reads, sends, receives or writes more than `buffer_nbytes` in a round.
+    `round_crosses[k]`: does any rank send anything to another in round k? `hashing`: is every byte to be seen? No rank reads,
+    sends, receives or writes more than `buffer_nbytes` in a round.
     """
 
     nranks: int
     buffer_nbytes: int
+    hashing: int
     source: Side
     target: Side
     slabs: Boxes
     slab_tensor: Ints
     round_first: Ints
+    round_crosses: Ints
 
     @property
     def nrounds(self) -> int:
@@ -125,4 +130,4 @@ def plan_from_arrays(values: Sequence[Ints | int]) -> Plan:
         array, rank, first, twin = (next(rest) for _ in range(4))
         return Side(stored, array, rank, first, twin, ArrayTable(*(next(rest) for _ in fields(ArrayTable))))  # type: ignore[arg-type]
 
-    return Plan(next(rest), next(rest), side(), side(), boxes(), next(rest), next(rest))  # type: ignore[arg-type]
+    return Plan(next(rest), next(rest), next(rest), side(), side(), boxes(), next(rest), next(rest), next(rest))  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard_mpi.boxes import Boxes, Ints, equal_rows, join
+from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.errors import PlanningError
 from reshard_mpi.plan.plan import BUFFERS, ArrayTable, Plan, Side
 from reshard_mpi.plan.schedule import Loads, deal_rounds
@@ -17,8 +17,8 @@ from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_
 from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Slabs, SlabTensor, cut_slabs
 from reshard_mpi.plan.stored import ByteForm, StoredBoxes, padded_to
 
-LEAST_ROUND_NBYTES = 1 << 14
-MOST_ROUND_NBYTES = 1 << 28  # counts and displacements of a round stay far below 2**31
+LEAST_ROUND_NBYTES = 1 << 13
+MOST_ROUND_NBYTES = 1 << 24  # more is no faster: the first touch of a buffer costs more than a round
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,17 @@ def make_plan(
     slabs, loads = _slabs_that_fit(tensors, naxes, source, target, resources)
     rounds, buffer_nbytes = deal_rounds(loads, slabs.sequence, resources.nranks, resources.round_nbytes)
     order = np.array([slab for members in rounds for slab in sorted(members)], np.int64)
-    round_first = np.cumsum([0, *map(len, rounds)])
+    crosses = _crosses(source, target, resources.nranks)
     return Plan(
-        resources.nranks, buffer_nbytes, source, target, slabs.boxes.take(order), slabs.tensor[order], round_first
+        resources.nranks,
+        buffer_nbytes,
+        int(resources.hashing),
+        source,
+        target,
+        slabs.boxes.take(order),
+        slabs.tensor[order],
+        round_first=np.cumsum([0, *map(len, rounds)]),
+        round_crosses=np.array([crosses[slabs.tensor[members]].any() for members in rounds], np.int64),
     )
 
 
@@ -161,6 +169,18 @@ def _side(rows: _Rows, shares: Shares, arrays: ArrayTable) -> Side:
 def _twins(boxes: Boxes, tensor: Ints, rank: Ints) -> Ints:
     first, number = equal_rows(tensor, rank, *boxes.start.T, *boxes.stop.T)
     return first[number]
+
+
+def _crosses(source: Side, target: Side, nranks: int) -> np.ndarray:
+    """Of each tensor, whether any rank writes what another has read. Compares what lies on the same rank alone."""
+    ntensors = len(source.first) - 1
+    own = np.flatnonzero(target.is_own)
+    boxes, tensor, rank = target.stored.boxes.take(own), target.tensor[own], target.rank[own]
+    i, j = join(source.stored.boxes, boxes, source.tensor * nranks + source.rank, tensor * nranks + rank)
+    stays, lands = np.zeros(ntensors, np.int64), np.zeros(ntensors, np.int64)
+    np.add.at(stays, tensor[j], meet(source.stored.boxes.take(i), boxes.take(j)).volume)
+    np.add.at(lands, tensor, boxes.volume)
+    return stays < lands
 
 
 def _most_holders(target: Side) -> Ints:

@@ -1,7 +1,9 @@
 """What one rank does in one round: which spans it reads, which tiles it copies, sends and receives, which spans it writes.
 
-    file --read--> read buffer --tiles to oneself-------------------> write buffer --write--> file
-                        \\--pack--> send buffer ~~> receive buffer --unpack--/
+    file ----copy, where nothing is hashed--------------------------------------------------------> file
+        \\--read--> read buffer --straight, what stays as it was read------------------write-------/
+                        \\--tiles to oneself--------------------------> write buffer --write-----/
+                         \\--pack--> send buffer ~~> receive buffer --unpack--/
 
 Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
 """
@@ -53,6 +55,26 @@ class Tiles:
     def nbytes(self) -> Ints:
         return np.prod(self.shape, axis=1, dtype=np.int64)
 
+    @property
+    def is_contiguous(self) -> np.ndarray:
+        """Of each tile, whether its bytes follow each other, in order."""
+        later = np.cumprod(self.shape[:, ::-1], axis=1)[:, ::-1] // np.maximum(self.shape, 1)
+        return np.all((self.shape == 1) | (self.stride == later), axis=1)
+
+    def take(self, index: np.ndarray) -> "Tiles":
+        return Tiles(self.position[index], self.stride[index], self.shape[index])
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Byte ranges of source files that become byte ranges of target files, in the order of the target."""
+
+    source_file: Ints
+    source_offset: Ints
+    file: Ints
+    offset: Ints
+    nbytes: Ints
+
 
 @dataclass(frozen=True)
 class RoundWork:
@@ -60,9 +82,11 @@ class RoundWork:
 
     `local_from[i]` (in the read buffer) is copied to `local_to[i]` (in the write buffer). `send` lies in the read buffer,
     `receive` in the write buffer; in the messages tiles follow each other without gaps, by rank,
-    `send_nbytes[rank]` bytes to each.
+    `send_nbytes[rank]` bytes to each. `write` lies in the write buffer, `straight` in the read buffer: it is written from there.
+    `copy` goes from file to file. `crosses` is equal on all ranks: does any of them send anything?
     """
 
+    crosses: bool
     read: Spans
     local_from: Tiles
     local_to: Tiles
@@ -71,6 +95,8 @@ class RoundWork:
     receive: Tiles
     receive_nbytes: Ints
     write: Spans
+    straight: Spans
+    copy: Copies
 
 
 @dataclass(frozen=True)
@@ -92,30 +118,67 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
     once = targets.take(plan.target.is_own[targets.row])
     reads = sources.take(plan.source.rank[sources.row] == rank)
     lands = once.take(plan.target.rank[once.row] == rank)
-    read, read_position = _spans(plan.source, reads)
-    landing, land_position = _spans(plan.target, lands)
+    mine = targets.take(plan.target.rank[targets.row] == rank)
+    read_first, read_last = plan.source.stored.spans(reads.row, reads.boxes)
+    place_source = _Placed(plan.source.stored, reads, read_first)
+
+    landed, source_of, come_from = _tiles(lands, sources, plan.source.rank)
+    here = np.flatnonzero(come_from == rank)
+    read_of = _index_of(reads.row, sources.row[source_of[here]], reads.slab, sources.slab[source_of[here]])
+    in_source = place_source.tiles(read_of, landed.boxes.take(here))
+    # Of a part that one tile makes up, in the order in which it is read, no copy is needed.
+    as_read = (landed.boxes.take(here).volume == lands.boxes.take(landed.index[here]).volume) & in_source.is_contiguous
     tiles_read, target_of, to = _tiles(reads, once, plan.target.rank)
-    tiles_landed, source_of, come_from = _tiles(lands, sources, plan.source.rank)
-    here, away = np.flatnonzero(to == rank), np.flatnonzero(to != rank)
-    receives = np.flatnonzero(come_from != rank)
+    sends = np.flatnonzero(to != rank)
+
+    twin = _index_of(lands.row, plan.target.twin[mine.row], lands.slab, mine.slab)
+    is_read = np.full(len(reads.row), bool(plan.hashing))
+    is_read[read_of[~as_read]] = is_read[tiles_read.index[sends]] = True
+    # What is wanted in several places is read once, too.
+    wanted = np.bincount(twin, minlength=len(lands.row))[landed.index[here]] * landed.boxes.take(here).volume
+    is_read |= np.bincount(read_of, weights=wanted, minlength=len(reads.row)) > reads.boxes.volume
+    read, read_position = _spans(plan.source, reads.take(is_read))
+    shift = np.zeros(len(reads.row), np.int64)  # from the place in the file to the place in the read buffer
+    shift[is_read] = read_position - read_first[is_read]
+
+    # Where the first byte of each part that lands is: in the write buffer, in the read buffer, or in the source file.
+    position = np.empty(len(lands.row), np.int64)
+    way = np.full(len(lands.row), _ASSEMBLED)
+    way[landed.index[here[as_read]]] = np.where(is_read[read_of[as_read]], _STRAIGHT, _COPIED)
+    position[landed.index[here[as_read]]] = in_source.position[as_read] + shift[read_of[as_read]]
+    landing, land_position = _spans(plan.target, lands.take(way == _ASSEMBLED))
+    position[way == _ASSEMBLED] = land_position
+    source_file = np.zeros(len(lands.row), np.int64)
+    source_file[landed.index[here]] = plan.source.arrays.file[plan.source.array[reads.row[read_of]]]
+
+    place_read = _Placed(plan.source.stored, reads, read_first + shift)
+    place_land = _Placed(plan.target.stored, lands, position)
     # Both ends sort a message alike: by slab, then source row, then target row.
-    sends = _message_order(away, to, reads.slab[tiles_read.index], reads.row[tiles_read.index], once.row[target_of])
     receives = _message_order(
-        receives, come_from, lands.slab[tiles_landed.index], sources.row[source_of], lands.row[tiles_landed.index]
+        np.flatnonzero(come_from != rank),
+        come_from,
+        lands.slab[landed.index],
+        sources.row[source_of],
+        lands.row[landed.index],
     )
-    place_read = _Placed(plan.source.stored, reads, read_position)
-    place_land = _Placed(plan.target.stored, lands, land_position)
-    land_index = _index_of(lands.row, once.row[target_of[here]], lands.slab, reads.slab[tiles_read.index[here]])
+    sends = _message_order(sends, to, reads.slab[tiles_read.index], reads.row[tiles_read.index], once.row[target_of])
+    way, position = way[twin], position[twin]
     return RoundWork(
+        crosses=bool(plan.round_crosses[number]),
         read=read,
-        local_from=place_read.tiles(tiles_read.index[here], tiles_read.boxes.take(here)),
-        local_to=place_land.tiles(land_index, tiles_read.boxes.take(here)),
+        local_from=place_read.tiles(read_of[~as_read], landed.boxes.take(here[~as_read])),
+        local_to=place_land.tiles(landed.index[here[~as_read]], landed.boxes.take(here[~as_read])),
         send=place_read.tiles(tiles_read.index[sends], tiles_read.boxes.take(sends)),
         send_nbytes=_nbytes_by_rank(tiles_read.boxes.take(sends), to[sends], plan.nranks),
-        receive=place_land.tiles(tiles_landed.index[receives], tiles_landed.boxes.take(receives)),
-        receive_nbytes=_nbytes_by_rank(tiles_landed.boxes.take(receives), come_from[receives], plan.nranks),
-        write=_with_twins(plan.target, targets, rank, lands, landing, land_position),
+        receive=place_land.tiles(landed.index[receives], landed.boxes.take(receives)),
+        receive_nbytes=_nbytes_by_rank(landed.boxes.take(receives), come_from[receives], plan.nranks),
+        write=_written(plan.target, mine, position, way == _ASSEMBLED, landing.buffer_nbytes),
+        straight=_written(plan.target, mine, position, way == _STRAIGHT, read.buffer_nbytes),
+        copy=_copies(plan.target, mine, source_file[twin], position, way == _COPIED),
     )
+
+
+_ASSEMBLED, _STRAIGHT, _COPIED = range(3)
 
 
 def _parts(plan: Plan, side: Side, slabs: slice) -> _Parts:
@@ -208,13 +271,25 @@ def _nbytes_by_rank(boxes: Boxes, rank: Ints, nranks: int) -> Ints:
     return nbytes
 
 
-def _with_twins(side: Side, targets: _Parts, rank: int, lands: _Parts, landing: Spans, land_position: Ints) -> Spans:
-    """The spans to write: every part of mine, twins from the bytes of the one that landed."""
-    mine = targets.take(side.rank[targets.row] == rank)
+def _written(side: Side, mine: _Parts, position: Ints, chosen: np.ndarray, buffer_nbytes: int) -> Spans:
+    """The spans to write of the chosen parts, each from its position in the buffer."""
+    mine, position = mine.take(chosen), position[chosen]
     first, last = side.stored.spans(mine.row, mine.boxes)
-    position = land_position[_index_of(lands.row, side.twin[mine.row], lands.slab, mine.slab)]
     array = side.array[mine.row]
     order = np.lexsort((first, side.arrays.file[array]))
     array, first, last, position = array[order], first[order], last[order], position[order]
     runs, _ = _runs(side.arrays.file[array], first, last, position)
-    return Spans(array, first, last - first, position, runs, landing.buffer_nbytes)
+    return Spans(array, first, last - first, position, runs, buffer_nbytes)
+
+
+def _copies(side: Side, mine: _Parts, source_file: Ints, source_offset: Ints, chosen: np.ndarray) -> Copies:
+    """The chosen parts, each from its place in a source file; what follows on in both files is one copy."""
+    mine, source_file, source_offset = mine.take(chosen), source_file[chosen], source_offset[chosen]
+    first, last = side.stored.spans(mine.row, mine.boxes)
+    file = side.arrays.file[side.array[mine.row]]
+    order = np.lexsort((first, file))
+    source_file, source_offset, file, first, last = (c[order] for c in (source_file, source_offset, file, first, last))
+    goes_on = (file[1:] == file[:-1]) & (source_file[1:] == source_file[:-1]) & (first[1:] == last[:-1])
+    goes_on &= source_offset[1:] - source_offset[:-1] == first[1:] - first[:-1]
+    begins, ends = np.append(True, ~goes_on)[: len(file)], np.append(~goes_on, True)[: len(file)]
+    return Copies(source_file[begins], source_offset[begins], file[begins], first[begins], last[ends] - first[begins])

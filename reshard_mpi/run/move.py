@@ -4,23 +4,29 @@ thread       round 0   round 1   round 2   ...
 reading      read 0    read 1    read 2
 main (MPI)             move 0    move 1    move 2
 writing                          write 0   write 1
+
+Rounds in which nothing crosses from rank to rank need no communication; every so many bytes the ranks agree that all is well.
 """
 
 import os
 import resource
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mpi4py import MPI
 
 from reshard_mpi.mpi.comm import Agreement, agreed, raise_together
 from reshard_mpi.mpi.exchange import Exchanger
-from reshard_mpi.plan.plan import Plan
-from reshard_mpi.plan.rounds import RoundWork, expand_round
+from reshard_mpi.plan.plan import WRITE_BUFFERS, Plan
+from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
 from reshard_mpi.report import Progress
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.files import Files
+
+NBYTES_BETWEEN_AGREEMENTS = 1 << 26  # of a rank: a moment, even on a slow disk
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,17 @@ class Moved:
 
 def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
     """Collective: every round of the plan, written durably. The error of any rank is raised on all."""
-    with Files(names.source_folder) as source, Files(names.target_folder, os.O_RDWR) as target:
+    with (
+        Files(names.source_folder) as source,
+        Files(names.source_folder) as copied,  # for the thread that writes
+        Files(names.target_folder, os.O_RDWR) as target,
+    ):
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
         writer = Writer(target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing)
         exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
-            _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, reading, writing), exchanger, progress)
+            copy = partial(writer.copy, copied, names.source_files)
+            _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, copy, reading, writing), exchanger, progress)
         digests: dict[int, bytes] = {}
         with agreed(comm):
             reader.finish()
@@ -60,7 +71,11 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
 
 
 class _Pipeline:
-    """Reads ahead and writes behind, each on a thread of its own."""
+    """Reads ahead and writes behind, each on a thread of its own.
+
+    After an expected error, which the agreement holds, nothing more is read or written; the rounds go on with the bytes that are
+    there, for the other ranks wait for them.
+    """
 
     def __init__(
         self,
@@ -68,34 +83,45 @@ class _Pipeline:
         rank: int,
         reader: Reader,
         writer: Writer,
+        copy: Callable[[Copies], None],
         reading: ThreadPoolExecutor,
         writing: ThreadPoolExecutor,
     ):
         self._plan, self._rank, self._reader, self._writer = plan, rank, reader, writer
-        self._reading, self._writing = reading, writing
-        self._read: Future[tuple[RoundWork, Bytes]] | None = None
+        self._copy, self._reading, self._writing = copy, reading, writing
         self._writes: list[Future[None]] = []
-        self.read_ahead(0)
+        self.agreement = Agreement()
+        self._read_ahead(0)
 
-    def read_ahead(self, number: int) -> None:
-        def read() -> tuple[RoundWork, Bytes]:
-            work = expand_round(self._plan, number, self._rank)
-            return work, self._reader.read(number, work.read)
+    def _read_ahead(self, number: int) -> None:
+        if number < self._plan.nrounds:
+            self._read = self._reading.submit(self._read_round, number)
 
-        self._read = self._reading.submit(read) if number < self._plan.nrounds else None
+    def _read_round(self, number: int) -> RoundWork:
+        work = expand_round(self._plan, number, self._rank)
+        if not self.agreement.error:
+            with self.agreement.held():
+                self._reader.read(number, work.read)
+        return work
 
-    def round_read(self) -> tuple[RoundWork, Bytes]:
-        assert self._read is not None
-        return self._read.result()
-
-    def free_buffer(self, number: int) -> Bytes:
-        """The write buffer of round `number`, once the round before last has been written from it."""
-        if len(self._writes) > 1:
+    def next_round(self, number: int) -> tuple[RoundWork, Bytes, Bytes]:
+        """What there is to do, the read buffer, filled, and the write buffer, free. The next round begins to be read."""
+        work = self._read.result()
+        if len(self._writes) == WRITE_BUFFERS:
             self._writes.pop(0).result()
-        return self._writer.buffer(number)
+        self._read_ahead(number + 1)
+        return work, self._reader.buffer(number), self._writer.buffer(number)
 
     def write_behind(self, number: int, work: RoundWork) -> None:
-        self._writes.append(self._writing.submit(self._writer.write, number, work.write))
+        self._writes.append(self._writing.submit(self._write_round, number, work))
+
+    def _write_round(self, number: int, work: RoundWork) -> None:
+        if not self.agreement.error:
+            with self.agreement.held():
+                self._copy(work.copy)
+                self._writer.write(
+                    (work.write, self._writer.buffer(number)), (work.straight, self._reader.buffer(number))
+                )
 
     def finish(self) -> None:
         for write in self._writes:
@@ -103,30 +129,28 @@ class _Pipeline:
 
 
 def _run(comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, progress: Progress) -> None:
+    between = max(NBYTES_BETWEEN_AGREEMENTS // max(plan.buffer_nbytes, 1), 1)
     for number in range(plan.nrounds):
-        agreement = Agreement()
-        with agreement.held():
-            work, read_buffer = pipeline.round_read()
-            pipeline.read_ahead(number + 1)
-            write_buffer = pipeline.free_buffer(number)
-        raise_together(comm, agreement.error)
+        work, read_buffer, write_buffer = pipeline.next_round(number)
         exchanger.exchange(work, read_buffer, write_buffer)
         pipeline.write_behind(number, work)
         progress.advance(int(plan.slabs.take(plan.round_slabs(number)).volume.sum()))
-    with agreed(comm):
-        pipeline.finish()
+        if (number + 1) % between == 0:
+            raise_together(comm, pipeline.agreement.error)
+    pipeline.finish()
+    raise_together(comm, pipeline.agreement.error)
 
 
 def _measured(reader: Reader, writer: Writer, exchanger: Exchanger) -> dict[str, int | float]:
     return {
-        "read_nbytes": reader.work.nbytes,
+        "read_nbytes": reader.work.nbytes + writer.work.copied_nbytes,
         "read_again_nbytes": reader.work.again_nbytes + writer.work.again_nbytes,
         "read_seconds": reader.work.seconds,
         "hashed_nbytes": reader.work.hashed_nbytes + writer.work.hashed_nbytes,
         "hash_seconds": reader.work.hash_seconds + writer.work.hash_seconds,
         "sent_nbytes": exchanger.sent_nbytes,
         "exchange_seconds": exchanger.seconds,
-        "written_nbytes": writer.work.nbytes,
+        "written_nbytes": writer.work.nbytes + writer.work.copied_nbytes,
         "write_seconds": writer.work.seconds,
         "peak_rss_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }

@@ -1,19 +1,19 @@
 """Between files and buffers: read the spans of a round, write the spans of a round, hash what passes. Knows no MPI.
 
-A reader and a writer each own two buffers and one worker thread: while round k is exchanged, round k + 1 is read and round k - 1
-is written. `preadv`, `pwrite` and hashlib release Python's lock.
+A reader and a writer each own their buffers and one worker thread: while round k is exchanged, round k + 1 is read and round
+k - 1 is written. `preadv`, `pwrite` and hashlib release Python's lock.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_mpi.errors import IntegrityError
-from reshard_mpi.plan.plan import ArrayTable, Side
-from reshard_mpi.plan.rounds import Runs, Spans
+from reshard_mpi.plan.plan import READ_BUFFERS, WRITE_BUFFERS, ArrayTable, Side
+from reshard_mpi.plan.rounds import Copies, Runs, Spans
 from reshard_mpi.storage.digests import RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
@@ -25,6 +25,7 @@ class Work:
     """What one side of a rank did: bytes through files and hashes, and the seconds that each took."""
 
     nbytes: int = 0
+    copied_nbytes: int = 0  # from file to file
     hashed_nbytes: int = 0
     again_nbytes: int = 0  # read a second time, for a hash that could not be computed on the way
     seconds: float = 0.0
@@ -32,13 +33,13 @@ class Work:
 
 
 class _Buffers:
-    """Two buffers in turn, allocated once: the first touch of memory is slow."""
+    """Some buffers in turn, allocated once: the first touch of memory is slow."""
 
-    def __init__(self, nbytes: int):
-        self._pair = [np.empty(nbytes, np.uint8) for _ in range(2)]
+    def __init__(self, count: int, nbytes: int):
+        self._buffers = [np.empty(nbytes, np.uint8) for _ in range(count)]
 
     def of_round(self, number: int) -> Bytes:
-        return self._pair[number % 2]
+        return self._buffers[number % len(self._buffers)]
 
 
 class Reader:
@@ -54,14 +55,18 @@ class Reader:
         hashing: bool,
     ):
         self._files, self._names, self._keys, self._arrays = files, names, keys, arrays
-        self._buffers = _Buffers(buffer_nbytes)
+        self._buffers = _Buffers(READ_BUFFERS, buffer_nbytes)
         self._hashing = hashing
         self._digests: dict[int, RunningDigest] = {}
         self.work = Work()
 
+    def buffer(self, number: int) -> Bytes:
+        """The buffer that is filled for round `number`."""
+        return self._buffers.of_round(number)
+
     def read(self, number: int, spans: Spans) -> Bytes:
         """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
-        buffer = self._buffers.of_round(number)
+        buffer = self.buffer(number)
         started = time.perf_counter()
         for file, offset, nbytes, position in _rows(spans.runs):
             self._files.read(self._names[file], offset, buffer.data[position : position + nbytes])
@@ -113,7 +118,7 @@ class Writer:
 
     def __init__(self, files: Files, names: Sequence[str], side: Side, rank: int, buffer_nbytes: int, hashing: bool):
         self._files, self._names, self._arrays = files, names, side.arrays
-        self._buffers = _Buffers(buffer_nbytes)
+        self._buffers = _Buffers(WRITE_BUFFERS, buffer_nbytes)
         mine = side.arrays.hasher == rank if hashing else np.zeros(len(side.arrays.file), bool)
         self._hashed = {array: RunningDigest(int(side.arrays.nbytes[array])) for array in np.flatnonzero(mine).tolist()}
         self._on_the_way = frozenset(np.flatnonzero(mine & side.is_alone).tolist())
@@ -124,26 +129,34 @@ class Writer:
         """The buffer to fill for round `number`."""
         return self._buffers.of_round(number)
 
-    def write(self, number: int, spans: Spans) -> None:
-        """Write the buffer of round `number`."""
-        buffer = self._buffers.of_round(number)
+    def write(self, *pieces: tuple[Spans, Bytes]) -> None:
+        """Write the spans of a round, each from the buffer where they are."""
         started = time.perf_counter()
-        for file, offset, nbytes, position in _rows(spans.runs):
-            self._files.write(self._names[file], offset, buffer.data[position : position + nbytes])
-            self.work.nbytes += nbytes
-        self._written.update(spans.runs.file.tolist())
+        for spans, buffer in pieces:
+            for file, offset, nbytes, position in _rows(spans.runs):
+                self._files.write(self._names[file], offset, buffer.data[position : position + nbytes])
+                self.work.nbytes += nbytes
+            self._written.update(spans.runs.file.tolist())
         self.work.seconds += time.perf_counter() - started
         if self._on_the_way:
-            self._hash(spans, buffer)
+            self._hash(pieces)
 
-    def _hash(self, spans: Spans, buffer: Bytes) -> None:
+    def copy(self, source: Files, source_names: Sequence[str], copies: Copies) -> None:
+        """Copy from the source's files to the target's, unseen."""
         started = time.perf_counter()
-        for array, offset, nbytes, position in _rows(spans):
-            if array in self._on_the_way:
-                self._hashed[array].feed(
-                    offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes]
-                )
-                self.work.hashed_nbytes += nbytes
+        columns = (copies.source_file, copies.source_offset, copies.file, copies.offset, copies.nbytes)
+        for from_file, from_offset, file, offset, nbytes in zip(*(c.tolist() for c in columns), strict=True):
+            self._files.copy(source, source_names[from_file], from_offset, self._names[file], offset, nbytes)
+            self.work.copied_nbytes += nbytes
+        self._written.update(copies.file.tolist())
+        self.work.seconds += time.perf_counter() - started
+
+    def _hash(self, pieces: Iterable[tuple[Spans, Bytes]]) -> None:
+        started = time.perf_counter()
+        due = [(row, buffer) for spans, buffer in pieces for row in _rows(spans) if row[0] in self._on_the_way]
+        for (array, offset, nbytes, position), buffer in sorted(due, key=lambda one: one[0]):
+            self._hashed[array].feed(offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes])
+            self.work.hashed_nbytes += nbytes
         self.work.hash_seconds += time.perf_counter() - started
 
     def sync(self) -> None:

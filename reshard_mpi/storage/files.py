@@ -5,6 +5,7 @@ than large reads, and a file that is cut short under a map kills the process.
 """
 
 import ctypes
+import errno
 import os
 import resource
 import stat
@@ -15,6 +16,8 @@ from reshard_mpi.errors import InputError, StorageError, storage_error
 
 NFS_SUPER_MAGIC = 0x6969
 COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
+# The kernel, or one of the file systems, can't copy: then we read and write.
+CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM})
 
 
 class Files:
@@ -62,6 +65,27 @@ class Files:
                 done += os.pwrite(fd, data[done:], offset + done)
             except OSError as error:
                 raise storage_error(self.folder / name, error, "write") from error
+
+    def copy(self, source: "Files", from_name: str, from_offset: int, name: str, offset: int, nbytes: int) -> None:
+        """Copy bytes of a source's file to `name`, within the kernel where it can; some file systems share the blocks."""
+        done = 0
+        while done < nbytes:
+            from_fd, fd = source.descriptor(from_name), self.descriptor(name)
+            try:
+                count = os.copy_file_range(from_fd, fd, nbytes - done, from_offset + done, offset + done)
+            except OSError as error:
+                if error.errno not in CANNOT_COPY:
+                    raise storage_error(self.folder / name, error, "write") from error
+                count = 0
+            if not count:  # also what some file systems return when they can't
+                break
+            done += count
+        buffer = memoryview(bytearray(min(COPY_NBYTES, nbytes - done)))
+        while done < nbytes:
+            part = buffer[: nbytes - done]
+            source.read(from_name, from_offset + done, part)
+            self.write(name, offset + done, part)
+            done += len(part)
 
     def sync(self, name: str) -> None:
         """Return when the bytes of `name` are on the storage."""

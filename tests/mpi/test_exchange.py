@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from reshard_mpi.mpi.exchange import Exchanger
-from reshard_mpi.plan.rounds import RoundWork, Spans, Tiles
+from reshard_mpi.plan.rounds import Copies, RoundWork, Spans, Tiles
 from tests.mpi.together import faults_of_all, unequal
 
 BUFFER_NBYTES = 1 << 14
@@ -107,6 +107,7 @@ def work_of(tiles: Sequence[Tile], naxes: int, rank: int, nranks: int) -> RoundW
     receives = sorted((t for t in tiles if t.receiver == rank != t.sender), key=lambda t: t.sender)
     none = Spans(*(np.empty(0, np.int64) for _ in range(5)), 0)
     return RoundWork(
+        crosses=any(tile.sender != tile.receiver for tile in tiles),
         read=none,
         local_from=here(own, naxes),
         local_to=there(own, naxes),
@@ -115,6 +116,8 @@ def work_of(tiles: Sequence[Tile], naxes: int, rank: int, nranks: int) -> RoundW
         receive=there(receives, naxes),
         receive_nbytes=nbytes_by_rank([t.sender for t in receives], receives, nranks),
         write=none,
+        straight=none,
+        copy=Copies(*(np.empty(0, np.int64) for _ in range(5))),
     )
 
 

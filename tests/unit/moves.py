@@ -156,6 +156,7 @@ class Seen:
     read_of: dict[int, Touched] = field(default_factory=lambda: defaultdict(list))  # per source array
     written_of: dict[int, Touched] = field(default_factory=lambda: defaultdict(list))
     sent_nbytes: int = 0
+    copied_nbytes: int = 0
 
 
 def carry_out(job: Job, plan: Plan) -> Seen:
@@ -172,7 +173,7 @@ def carry_out(job: Job, plan: Plan) -> Seen:
 
 def _one_round(job: Job, plan: Plan, work: list[RoundWork], seen: Seen) -> None:
     size = plan.buffer_nbytes
-    send_buffers, write_buffers = [], []
+    read_buffers, send_buffers, write_buffers = [], [], []
     for rank, mine in enumerate(work):
         assert mine.send_nbytes[rank] == 0 and mine.receive_nbytes[rank] == 0, "a message to oneself"
         assert mine.send_nbytes.sum() == mine.send.nbytes.sum()
@@ -189,6 +190,7 @@ def _one_round(job: Job, plan: Plan, work: list[RoundWork], seen: Seen) -> None:
         _read(job, rank, mine.read, read_buffer, seen)
         copy_tiles(read_buffer, mine.local_from, write_buffer, mine.local_to)
         copy_tiles(read_buffer, mine.send, send_buffer, packed(mine.send))
+        read_buffers.append(read_buffer)
         send_buffers.append(send_buffer)
         write_buffers.append(write_buffer)
     messages = defaultdict(bytes)
@@ -203,7 +205,7 @@ def _one_round(job: Job, plan: Plan, work: list[RoundWork], seen: Seen) -> None:
         joined = np.frombuffer(b"".join(arrived), np.uint8)
         receive_buffer[: len(joined)] = joined
         copy_tiles(receive_buffer, packed(mine.receive), write_buffers[rank], mine.receive)
-        _write(job, rank, mine.write, write_buffers[rank], seen)
+        _write(job, rank, mine, read_buffers[rank], write_buffers[rank], seen)
 
 
 def _runs_of(spans: Spans, table: ArrayTable) -> list[tuple[int, int, int, int]]:
@@ -238,8 +240,19 @@ def _read(job: Job, rank: int, spans: Spans, buffer: np.ndarray, seen: Seen) -> 
     _touched(rank, spans, seen.read_of)
 
 
-def _write(job: Job, rank: int, spans: Spans, buffer: np.ndarray, seen: Seen) -> None:
-    for file, offset, nbytes, position in _runs_of(spans, job.target.table):
+def _write(job: Job, rank: int, work: RoundWork, read_buffer: np.ndarray, write_buffer: np.ndarray, seen: Seen) -> None:
+    touched = []
+    for spans, buffer in ((work.write, write_buffer), (work.straight, read_buffer)):
+        for file, offset, nbytes, position in _runs_of(spans, job.target.table):
+            seen.written[file][offset : offset + nbytes] += 1
+            job.target.shards[file][offset : offset + nbytes] = buffer[position : position + nbytes].tobytes()
+        touched += zip(spans.array.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), strict=True)
+    for array, offset, nbytes in sorted(touched):
+        seen.written_of[array].append((rank, offset, offset + nbytes))
+    copies = work.copy
+    columns = copies.source_file, copies.source_offset, copies.file, copies.offset, copies.nbytes
+    for source_file, source_offset, file, offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        seen.read[source_file][source_offset : source_offset + nbytes] += 1
         seen.written[file][offset : offset + nbytes] += 1
-        job.target.shards[file][offset : offset + nbytes] = buffer[position : position + nbytes].tobytes()
-    _touched(rank, spans, seen.written_of)
+        job.target.shards[file][offset : offset + nbytes] = job.source.shards[source_file][source_offset:][:nbytes]
+        seen.copied_nbytes += nbytes

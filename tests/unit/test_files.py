@@ -247,3 +247,60 @@ def test_a_file_system_that_can_not_allocate_ahead_does_without(number, tmp_path
 def test_a_file_that_can_not_be_made_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match="No such file or directory"):
         create_file(tmp_path / "gone" / "f", 10, b"")
+
+
+# Copying from file to file
+
+
+def copied(folder, tmp_path, from_offset=2, offset=1, nbytes=5) -> bytes:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "b").write_bytes(b"..........")
+    with Files(folder) as source, Files(target, os.O_RDWR) as files:
+        files.copy(source, "a", from_offset, "b", offset, nbytes)
+    return (target / "b").read_bytes()
+
+
+def refusing(code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    "why, way",
+    [
+        ("the kernel copies", None),
+        ("the kernel can't copy", refusing(errno.ENOSYS)),
+        ("between these file systems it can't", refusing(errno.EXDEV)),
+        ("it says nothing and does nothing", lambda *_: 0),
+    ],
+)
+def test_bytes_are_copied_whether_or_not_the_kernel_can(why, way, folder, tmp_path, monkeypatch):
+    if way:
+        monkeypatch.setattr(os, "copy_file_range", way)
+    assert copied(folder, tmp_path) == b".23456...."
+
+
+def test_short_copies_are_continued_also_when_the_kernel_gives_up_in_between(folder, tmp_path, monkeypatch):
+    plain, calls = os.copy_file_range, []
+
+    def some(source, target, nbytes, *offsets):
+        calls.append(nbytes)
+        return plain(source, target, 2, *offsets) if len(calls) < 3 else 0
+
+    monkeypatch.setattr(os, "copy_file_range", some)
+    assert copied(folder, tmp_path) == b".23456...."
+    assert calls == [5, 3, 1]
+
+
+def test_a_source_that_ends_before_its_bytes_are_copied_is_named(folder, tmp_path):
+    with pytest.raises(StorageError, match=r"case/a: ends at byte 10, expected 1 more"):
+        copied(folder, tmp_path, from_offset=6, nbytes=5)
+
+
+def test_a_full_disk_while_copying_is_an_error_of_the_target(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "copy_file_range", refusing(errno.ENOSPC))
+    with pytest.raises(StorageError, match=r"target/b: can't write: No space left"):
+        copied(folder, tmp_path)

@@ -12,7 +12,7 @@ from reshard_mpi.errors import IntegrityError, StorageError
 from reshard_mpi.mpi.exchange import copy_tiles
 from reshard_mpi.plan.plan import ArrayTable, Side
 from reshard_mpi.plan.planner import Resources
-from reshard_mpi.plan.rounds import Runs, Spans, expand_round
+from reshard_mpi.plan.rounds import Copies, Runs, Spans, expand_round
 from reshard_mpi.plan.stored import StoredBoxes
 from reshard_mpi.run.transfer import Reader, Writer
 from reshard_mpi.storage.digests import digest_row
@@ -101,12 +101,12 @@ def test_spans_that_overlap_are_read_once_and_each_is_hashed(folder):
     assert (reader.work.nbytes, reader.work.again_nbytes) == (40, 0)
 
 
-def test_two_rounds_have_two_buffers_and_the_third_takes_the_first_again(folder):
+def test_three_rounds_have_three_buffers_and_the_fourth_takes_the_first_again(folder):
+    """While one is read, one is in use and one is written from."""
     reader = reader_of(folder, *GOOD, hashing=False)
-    first = reader.read(0, spans((0, 0, 8)))
-    second = reader.read(1, spans((1, 0, 8)))
-    assert (first[:8].tobytes(), second[:8].tobytes()) == (A[:8], B[:8])
-    assert np.shares_memory(reader.read(2, spans((2, 0, 8))), first)
+    buffers = [reader.read(number, spans((number, 0, 8))) for number in range(3)]
+    assert [buffer[:8].tobytes() for buffer in buffers] == [A[:8], B[:8], C[:8]]
+    assert np.shares_memory(reader.read(3, spans((0, 8, 16))), buffers[0])
 
 
 def test_a_round_without_spans_reads_nothing(folder):
@@ -216,12 +216,12 @@ def finished(writer: Writer) -> dict[int, bytes]:
 CONTENT = {0: A, 1: B, 2: C}
 
 
-def fill(writer: Writer, number: int, parts) -> Spans:
+def write(writer: Writer, number: int, parts) -> None:
     wanted = spans(*parts)
     buffer = writer.buffer(number)
     for (array, first, last), position in zip(parts, wanted.position.tolist(), strict=True):
         buffer[position : position + last - first] = np.frombuffer(CONTENT[array][first:last], np.uint8)
-    return wanted
+    writer.write((wanted, buffer))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def fill(writer: Writer, number: int, parts) -> Spans:
 def test_what_is_written_has_its_digest_whatever_the_order(why, rounds, again, folder):
     writer = writer_of(folder)
     for number, parts in enumerate(rounds):
-        writer.write(number, fill(writer, number, parts))
+        write(writer, number, parts)
     digests = finished(writer)
     assert {array: "sha256:" + digest.hex() for array, digest in digests.items()} == dict(enumerate(GOOD))
     assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
@@ -245,7 +245,7 @@ def test_what_is_written_has_its_digest_whatever_the_order(why, rounds, again, f
 
 def test_without_hashing_there_are_no_digests_but_the_same_bytes(folder):
     writer = writer_of(folder, hashing=False)
-    writer.write(0, fill(writer, 0, [(0, 0, 24), (1, 0, 16), (2, 0, 40)]))
+    write(writer, 0, [(0, 0, 24), (1, 0, 16), (2, 0, 40)])
     assert finished(writer) == {}
     assert {name: (folder / name).read_bytes() for name in NAMES} == FILES
 
@@ -268,8 +268,8 @@ SHARED = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)]  # rank 1 writes the ends of A
 )
 def test_arrays_that_several_ranks_write_are_read_back_by_the_one_that_hashes_them(why, hasher, hashed, again, folder):
     mine, other = writer_of(folder, True, SHARED, hasher, 0), writer_of(folder, True, SHARED, hasher, 1)
-    mine.write(0, fill(mine, 0, [(0, 0, 12), (1, 0, 8), (2, 0, 40)]))
-    other.write(0, fill(other, 0, [(0, 12, 24), (1, 8, 16)]))
+    write(mine, 0, [(0, 0, 12), (1, 0, 8), (2, 0, 40)])
+    write(other, 0, [(0, 12, 24), (1, 8, 16)])
     mine.sync(), other.sync()
     digests = mine.digests()
     assert [(array, "sha256:" + digest.hex()) for array, digest in digests.items()] == hashed
@@ -282,11 +282,33 @@ def test_arrays_that_several_ranks_write_are_read_back_by_the_one_that_hashes_th
 def test_an_array_without_bytes_or_that_nobody_writes_has_a_digest_too(folder):
     """Its hasher has nothing to wait for."""
     writer = writer_of(folder, boxes=[(0, 0)])
-    writer.write(0, fill(writer, 0, [(0, 0, 24)]))
+    write(writer, 0, [(0, 0, 24)])
     digests = finished(writer)
     assert sorted(digests) == [0, 1, 2]
     assert "sha256:" + digests[0].hex() == GOOD[0]
     assert "sha256:" + digests[1].hex() == sha256(b"." * 16)
+
+
+def test_pieces_of_several_buffers_are_hashed_in_the_order_of_the_file(folder):
+    writer = writer_of(folder)
+    buffers = [np.frombuffer(content, np.uint8) for content in (A, A[12:] + B)]
+    first, second = spans((0, 0, 12)), spans((0, 12, 24), (1, 0, 16))
+    writer.write((second, buffers[1]), (first, buffers[0]))
+    digests = finished(writer)
+    assert ["sha256:" + digests[array].hex() for array in (0, 1)] == list(GOOD[:2])
+    assert (writer.work.nbytes, writer.work.again_nbytes) == (40, 40)  # C was never written: read back
+
+
+def test_copies_go_from_file_to_file_and_are_synced(folder, tmp_path):
+    writer = writer_of(folder, hashing=False)
+    (tmp_path / "x").write_bytes(b"-" * 5 + A + C)
+    with Files(tmp_path) as source:
+        of = [np.array(column) for column in ([0, 0], [5, 29], [0, 1], [8, 8], [24, 40])]
+        writer.copy(source, ["x"], Copies(*of))
+    writer.sync()
+    assert (folder / NAMES[0]).read_bytes()[8:32] == A
+    assert (folder / NAMES[1]).read_bytes()[8:48] == C
+    assert writer.work.copied_nbytes == 64
 
 
 def test_every_file_that_was_written_is_synced_and_no_other(folder, monkeypatch):
@@ -294,14 +316,14 @@ def test_every_file_that_was_written_is_synced_and_no_other(folder, monkeypatch)
     plain = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or plain(fd))
     writer = writer_of(folder)
-    writer.write(0, fill(writer, 0, [(2, 0, 40)]))
+    write(writer, 0, [(2, 0, 40)])
     finished(writer)
     assert synced == [str(folder / NAMES[1])]
 
 
 def test_a_writer_of_nothing_has_no_digests(folder):
     writer = writer_of(folder, rank=1)
-    writer.write(0, spans())
+    write(writer, 0, [])
     assert finished(writer) == {}
     assert (writer.work.nbytes, writer.work.hashed_nbytes) == (0, 0)
 
@@ -337,8 +359,9 @@ def test_a_job_of_one_rank_moves_hashes_and_reads_each_byte_once(writers, tmp_pa
         writer = Writer(target, names, plan.target, 0, plan.buffer_nbytes, True)
         for number in range(plan.nrounds):
             work = expand_round(plan, number, 0)
-            copy_tiles(reader.read(number, work.read), work.local_from, writer.buffer(number), work.local_to)
-            writer.write(number, work.write)
+            read_buffer, write_buffer = reader.read(number, work.read), writer.buffer(number)
+            copy_tiles(read_buffer, work.local_from, write_buffer, work.local_to)
+            writer.write((work.write, write_buffer), (work.straight, read_buffer))
         reader.finish()
         digests = finished(writer)
     for name, expected in zip(names, job.expected, strict=True):
