@@ -16,6 +16,7 @@ from reshard_mpi.plan.stored import StoredBoxes
 # and to receive.
 READ_BUFFERS, WRITE_BUFFERS = 3, 2
 BUFFERS = READ_BUFFERS + WRITE_BUFFERS + 2
+NOBODY = -1  # where a rank would stand
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class ArrayTable:
     """Stored arrays of one side, in the order (file, begin): int64, one row an array.
 
     `digest` is a SHA-256 as four numbers, meaningful where `has_digest`. `hasher` is the rank that computes it: on the way
-    where it reads or writes all of the array itself, else by reading it back.
+    where it reads or writes all of the array itself, else by reading it back. Nobody computes that of a target array which is
+    known beforehand. `begins_as` is the source array, read by the hasher, whose first `begins_nbytes` bytes are also the first
+    of this one, or -1: its hash goes on from there.
     """
 
     file: Ints
@@ -32,6 +35,29 @@ class ArrayTable:
     digest: Ints
     has_digest: Ints
     hasher: Ints
+    begins_as: Ints
+    begins_nbytes: Ints
+
+    @classmethod
+    def of(
+        cls, file: Ints, begin: Ints, nbytes: Ints, digest: Ints | None = None, has_digest: Ints | None = None
+    ) -> "ArrayTable":
+        """Arrays that nobody has been chosen to hash yet; without `digest`, none is known."""
+        none = np.zeros(len(file), np.int64)
+        if digest is None or has_digest is None:
+            digest, has_digest = np.zeros((len(file), 4), np.int64), none
+        return cls(file, begin, nbytes, digest, has_digest, hasher=none, begins_as=none - 1, begins_nbytes=none)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The boxes of one side, before they are divided between ranks."""
+
+    stored: StoredBoxes
+    array: Ints
+    tensor: Ints
+    ntensors: int
+    arrays: ArrayTable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import numpy as np
 
 from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.errors import PlanningError
-from reshard_mpi.plan.plan import BUFFERS, ArrayTable, Plan, Side
+from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side
+from reshard_mpi.plan.prefixes import Prefixes, find_prefixes
 from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
 from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Slabs, SlabTensor, cut_slabs
@@ -59,8 +60,13 @@ def make_plan(
 ) -> Plan:
     """The plan that brings every target box its bytes. `nshards`: how many files source and target have."""
     naxes = max((len(tensor.form.shape) for tensor in tensors), default=1)
-    source = _read_side(_boxes_of(tensors, naxes, source_arrays, target=False), nshards[0], resources)
-    target = _written_side(_boxes_of(tensors, naxes, target_arrays, target=True), source, nshards[1], resources)
+    source_rows, target_rows = (
+        _boxes_of(tensors, naxes, arrays, target) for arrays, target in ((source_arrays, False), (target_arrays, True))
+    )
+    source = _read_side(source_rows, nshards[0], resources)
+    target = _written_side(target_rows, source, nshards[1], resources)
+    if resources.hashing:
+        target = _with_hashers(target, source, find_prefixes(source_rows, target_rows), resources.nranks)
     slabs, loads = _slabs_that_fit(tensors, naxes, source, target, resources)
     rounds, buffer_nbytes = deal_rounds(loads, slabs.sequence, resources.nranks, resources.round_nbytes)
     order = np.array([slab for members in rounds for slab in sorted(members)], np.int64)
@@ -78,18 +84,7 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The boxes of one side, before they are divided between ranks."""
-
-    stored: StoredBoxes
-    array: Ints
-    tensor: Ints
-    ntensors: int
-    arrays: ArrayTable
-
-
-def _boxes_of(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, target: bool) -> _Rows:
+def _boxes_of(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, target: bool) -> Rows:
     start, stop, stride, lead, array = [], [], [], [], []
     for tensor in tensors:
         nsources = len(tensor.source_arrays)
@@ -107,7 +102,7 @@ def _boxes_of(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, 
     boxes = Boxes(stacked(start, (0, naxes)), stacked(stop, (0, naxes)))
     held_by = stacked(array, (0,))
     stored = StoredBoxes(boxes, stacked(stride, (0, naxes)), stacked(lead, (0,)) + arrays.begin[held_by])
-    return _Rows(stored, held_by, np.repeat(np.arange(len(array)), [len(held) for held in array]), len(tensors), arrays)
+    return Rows(stored, held_by, np.repeat(np.arange(len(array)), [len(held) for held in array]), len(tensors), arrays)
 
 
 def _with_leading_strides(naxes: int, boxes: Boxes, stride: Ints) -> Ints:
@@ -116,7 +111,7 @@ def _with_leading_strides(naxes: int, boxes: Boxes, stride: Ints) -> Ints:
     return np.concatenate([np.repeat(span, naxes - stride.shape[1], axis=1), stride], axis=1)
 
 
-def _read_side(rows: _Rows, nshards: int, resources: Resources) -> Side:
+def _read_side(rows: Rows, nshards: int, resources: Resources) -> Side:
     """Who reads what: a rank its own shard, else equal bytes; an array that is hashed is read by one rank."""
     arrays = rows.arrays
     if nshards == resources.nranks:
@@ -130,7 +125,7 @@ def _read_side(rows: _Rows, nshards: int, resources: Resources) -> Side:
     return _side(rows, shares, replace(arrays, hasher=reader))
 
 
-def _written_side(rows: _Rows, source: Side, nshards: int, resources: Resources) -> Side:
+def _written_side(rows: Rows, source: Side, nshards: int, resources: Resources) -> Side:
     """Who writes what: one rank a file, or whoever has read it."""
     arrays, nranks = rows.arrays, resources.nranks
     if resources.writers == "owner":
@@ -139,22 +134,43 @@ def _written_side(rows: _Rows, source: Side, nshards: int, resources: Resources)
         shares = whole_shares(rows.stored, owner[arrays.file][rows.array])
     else:
         shares = shares_of_readers(rows.stored, rows.tensor, source.stored, source.tensor, source.rank)
-    side = _side(rows, shares, arrays)
-    return replace(side, arrays=replace(arrays, hasher=_hashers(side, nranks)))
+    return _side(rows, shares, arrays)
 
 
-def _hashers(side: Side, nranks: int) -> Ints:
-    """Who computes the digest of each array: its writer; where there are several, whoever has least to read back."""
-    least, most = np.full(len(side.arrays.file), nranks), np.full(len(side.arrays.file), -1)
-    np.minimum.at(least, side.array, side.rank)
-    np.maximum.at(most, side.array, side.rank)
-    several = np.flatnonzero(least < most)
-    hasher = np.where(most < 0, 0, most)
-    hasher[several] = deal_to_least(side.arrays.nbytes[several], nranks)
-    return hasher
+def _with_hashers(target: Side, source: Side, prefixes: Prefixes, nranks: int) -> Side:
+    """Who computes the digest of each target array: its writer; where there are several, the reader of its beginning.
+
+    Where nothing is known of the beginning, it is whoever has least to hash.
+    """
+    arrays = target.arrays
+    least, most = np.full(len(arrays.file), nranks), np.full(len(arrays.file), -1)
+    np.minimum.at(least, target.array, target.rank)
+    np.maximum.at(most, target.array, target.rank)
+    has_prefix, several = prefixes.source >= 0, least < most
+    is_whole = has_prefix & (prefixes.nbytes == arrays.nbytes)
+    is_known = is_whole & (source.arrays.nbytes[prefixes.source] == arrays.nbytes)
+    reader = source.arrays.hasher[prefixes.source]
+    hasher = np.where(has_prefix & several | is_whole, reader, np.where(most < 0, 0, most))
+    begins = has_prefix & (hasher == reader) & ~is_known
+    begins_nbytes = np.where(begins, prefixes.nbytes, 0)
+    left_nbytes = np.where(is_known, 0, arrays.nbytes - begins_nbytes)
+    dealt = several & ~has_prefix
+    busy = np.bincount(source.arrays.hasher, source.arrays.nbytes * source.arrays.has_digest, nranks)
+    busy += np.bincount(hasher[~dealt], left_nbytes[~dealt], nranks)
+    hasher[dealt] = deal_to_least(left_nbytes[dealt], nranks, busy.astype(np.int64))
+    hasher[is_known] = NOBODY
+    known = replace(
+        arrays,
+        digest=np.where(is_known[:, np.newaxis], source.arrays.digest[prefixes.source], arrays.digest),
+        has_digest=is_known.astype(np.int64),
+        hasher=hasher,
+        begins_as=np.where(begins, prefixes.source, -1),
+        begins_nbytes=begins_nbytes,
+    )
+    return replace(target, arrays=known)
 
 
-def _side(rows: _Rows, shares: Shares, arrays: ArrayTable) -> Side:
+def _side(rows: Rows, shares: Shares, arrays: ArrayTable) -> Side:
     tensor = rows.tensor[shares.row]
     return Side(
         rows.stored.cut(shares.row, shares.boxes),

@@ -195,25 +195,10 @@ def _source_table(
         for fragments in fragments_of
     ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
-    return ArrayTable(
-        file,
-        begin,
-        nbytes,
-        rows,
-        np.array([d is not None for d in digests], np.int64),
-        np.zeros(len(keys), np.int64),
-    )
+    return ArrayTable.of(file, begin, nbytes, rows, np.array([d is not None for d in digests], np.int64))
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:
     file = np.array([array.rank for array in outgoing.arrays], np.int64)
     begin, nbytes = (np.array([getattr(span, name) for span in spans], np.int64) for name in ("begin", "nbytes"))
-    none = np.zeros(len(spans), np.int64)
-    return ArrayTable(
-        file,
-        begin,
-        nbytes,
-        np.zeros((len(spans), 4), np.int64),
-        none,
-        none,
-    )
+    return ArrayTable.of(file, begin, nbytes)

@@ -8,6 +8,7 @@ contribute are divided between these ranks in proportion:
                              |        |        |                        | rank 1 writes |
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,17 +41,22 @@ def deal_by_bytes(nbytes: Ints, nranks: int) -> Ints:
     return np.minimum((middles / total * nranks).astype(np.int64), nranks - 1)
 
 
-def deal_to_least(nbytes: Ints, nranks: int) -> Ints:
+def deal_to_least(nbytes: Ints, nranks: int, busy: Ints | None = None) -> Ints:
     """Rank of each item when the largest is dealt first, always to the rank with the fewest bytes.
+
+    `busy`: what the ranks have already.
 
     >>> deal_to_least(np.array([1, 5, 4]), 2).tolist()
     [1, 0, 1]
     """
-    load, rank = [0] * nranks, np.zeros(len(nbytes), np.int64)
+    load = [(int(have), rank) for rank, have in enumerate(np.zeros(nranks, np.int64) if busy is None else busy)]
+    heapq.heapify(load)
+    rank_of = np.zeros(len(nbytes), np.int64)
     for item in np.argsort(-nbytes, kind="stable").tolist():
-        rank[item] = min(range(nranks), key=load.__getitem__)
-        load[rank[item]] += int(nbytes[item])
-    return rank
+        have, rank = load[0]
+        rank_of[item] = rank
+        heapq.heapreplace(load, (have + int(nbytes[item]), rank))
+    return rank_of
 
 
 def choose_members(nbytes: Sequence[int], candidates: Sequence[Sequence[int]], nshards: int) -> list[int]:

@@ -198,6 +198,8 @@ def _written_case(local: _Local | None, digests: Sequence[Mapping[int, bytes]], 
     assert local is not None
     outgoing = local.prepared.outgoing
     known = {array: digest_name(digest) for by_rank in digests for array, digest in by_rank.items()}
+    arrays = local.prepared.plan.target.arrays
+    known |= {array: digest_name(arrays.digest[array].tobytes()) for array in np.flatnonzero(arrays.has_digest).tolist()}
     if job.verify == "none":
         return outgoing.case
     fragments = tuple(

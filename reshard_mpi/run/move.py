@@ -56,7 +56,9 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
         Files(names.target_folder, os.O_RDWR) as target,
     ):
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
-        writer = Writer(target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing)
+        writer = Writer(
+            target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of
+        )
         exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
             copy = partial(writer.copy, copied, names.source_files)

@@ -5,7 +5,7 @@ k - 1 is written. `preadv`, `pwrite` and hashlib release Python's lock.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,16 +81,19 @@ class Reader:
         for array, offset, nbytes, position in _rows(spans):
             if not self._arrays.has_digest[array]:
                 continue
-            running = self._digests.get(array)
-            if running is None:
-                running = self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
+            running = self.digest_of(array)
             within = offset - int(self._arrays.begin[array])
             _catch_up(self._files, self._names, self._arrays, array, running, within, self.work)
-            running.feed(within, buffer.data[position : position + nbytes])
-            self.work.hashed_nbytes += nbytes
+            self.work.hashed_nbytes += running.feed(within, buffer.data[position : position + nbytes])
             if running.is_complete:
                 self._compare(array, running)
         self.work.hash_seconds += time.perf_counter() - started
+
+    def digest_of(self, array: int) -> RunningDigest:
+        """The hash of an array that this rank reads, as far as it has come."""
+        if array not in self._digests:
+            self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
+        return self._digests[array]
 
     def finish(self) -> None:
         """Hash what is left of every array: padding after its last box, and what came out of order."""
@@ -113,14 +116,34 @@ class Reader:
 class Writer:
     """Writes the spans of rounds to the target, and computes the SHA-256 of its share of the arrays.
 
-    An array that this rank writes alone is hashed on the way; one that several write is read back by one of them.
+    An array that this rank writes alone is hashed on the way; one that several write is read back by one of them. Where an array
+    begins as a source array does, its hash goes on from that of the source: `source_digest` has it.
     """
 
-    def __init__(self, files: Files, names: Sequence[str], side: Side, rank: int, buffer_nbytes: int, hashing: bool):
+    def __init__(
+        self,
+        files: Files,
+        names: Sequence[str],
+        side: Side,
+        rank: int,
+        buffer_nbytes: int,
+        hashing: bool,
+        source_digest: Callable[[int], RunningDigest],
+    ):
         self._files, self._names, self._arrays = files, names, side.arrays
         self._buffers = _Buffers(WRITE_BUFFERS, buffer_nbytes)
         mine = side.arrays.hasher == rank if hashing else np.zeros(len(side.arrays.file), bool)
-        self._hashed = {array: RunningDigest(int(side.arrays.nbytes[array])) for array in np.flatnonzero(mine).tolist()}
+        arrays = side.arrays
+        self._hashed = {
+            array: source_digest(source).fork(begins_nbytes, nbytes) if source >= 0 else RunningDigest(nbytes)
+            for array, nbytes, source, begins_nbytes in zip(
+                np.flatnonzero(mine).tolist(),
+                arrays.nbytes[mine].tolist(),
+                arrays.begins_as[mine].tolist(),
+                arrays.begins_nbytes[mine].tolist(),
+                strict=True,
+            )
+        }
         self._on_the_way = frozenset(np.flatnonzero(mine & side.is_alone).tolist())
         self._written: set[int] = set()
         self.work = Work()
@@ -155,8 +178,9 @@ class Writer:
         started = time.perf_counter()
         due = [(row, buffer) for spans, buffer in pieces for row in _rows(spans) if row[0] in self._on_the_way]
         for (array, offset, nbytes, position), buffer in sorted(due, key=lambda one: one[0]):
-            self._hashed[array].feed(offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes])
-            self.work.hashed_nbytes += nbytes
+            self.work.hashed_nbytes += self._hashed[array].feed(
+                offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes]
+            )
         self.work.hash_seconds += time.perf_counter() - started
 
     def sync(self) -> None:

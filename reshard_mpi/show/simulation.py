@@ -149,8 +149,7 @@ def _table(rows: Ints) -> tuple[ArrayTable, Ints]:
     ends = np.cumsum(nbytes)
     first = np.append(True, file[1:] != file[:-1])
     begin = ends - nbytes - (ends - nbytes)[first][np.cumsum(first) - 1]
-    none = np.zeros(len(rows), np.int64)
-    return ArrayTable(file, begin, nbytes, np.zeros((len(rows), 4), np.int64), none, none), number
+    return ArrayTable.of(file, begin, nbytes), number
 
 
 def simulation_text(facts: Mapping[str, Any]) -> str:

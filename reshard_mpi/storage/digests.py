@@ -20,18 +20,38 @@ class RunningDigest:
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
         self._position = 0
-        self._sha256 = hashlib.sha256()
+        self._sha256: hashlib._Hash | None = hashlib.sha256()
+        self._forks: list[RunningDigest] = []
 
-    def feed(self, offset: int, data: memoryview) -> None:
-        """Take what is due of the bytes at `offset` within the array."""
-        if offset <= self._position < offset + len(data):
-            self._sha256.update(data[self._position - offset :])
-            self._position = offset + len(data)
+    def fork(self, at: int, nbytes: int) -> "RunningDigest":
+        """The digest of another array, of `nbytes` bytes, that begins with the first `at` bytes of this one.
+
+        It takes nothing before this one has been fed so much. To be called before this one is fed.
+        """
+        other = RunningDigest(nbytes)
+        other._position, other._sha256 = at, None
+        self._forks.append(other)
+        self._forks.sort(key=lambda fork: -fork._position)
+        return other
+
+    def feed(self, offset: int, data: memoryview) -> int:
+        """Take what is due of the bytes at `offset` within the array; returns how many bytes that was."""
+        begun_at = self._position
+        while self._sha256 is not None and offset <= self._position < offset + len(data):
+            due = data[self._position - offset :]
+            if self._forks:
+                due = due[: self._forks[-1]._position - self._position]
+            self._sha256.update(due)
+            self._position += len(due)
+            while self._forks and self._forks[-1]._position == self._position:
+                self._forks.pop()._sha256 = self._sha256.copy()
+        return self._position - begun_at
 
     def catch_up(self, offset: int, read: Read) -> int:
         """Take what is lacking before `offset`; returns the number of bytes that had to be read for it."""
         lacking = max(offset - self._position, 0)
         if lacking:
+            assert self._sha256 is not None, "what it was forked from was not fed"
             buffer = memoryview(bytearray(min(COPY_NBYTES, lacking)))
             while self._position < offset:
                 part = buffer[: min(len(buffer), offset - self._position)]
@@ -44,7 +64,7 @@ class RunningDigest:
         return self._position == self.nbytes
 
     def digest(self) -> bytes:
-        assert self.is_complete
+        assert self._sha256 is not None and self.is_complete
         return self._sha256.digest()
 
 

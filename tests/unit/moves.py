@@ -3,6 +3,7 @@
 Files are bytearrays, messages are slices, and nothing is asked of MPI: `exchange` is imported for the copying of tiles alone.
 """
 
+import hashlib
 import math
 import random
 from bisect import bisect
@@ -16,6 +17,7 @@ from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.rounds import RoundWork, Spans, expand_round
 from reshard_mpi.plan.stored import Place, byte_form
+from reshard_mpi.storage.digests import digest_row
 from tests.reference import dtypes
 from tests.reference.describe import SUB_BYTE_UNIT
 from tests.reference.dice import Dice
@@ -90,7 +92,8 @@ class Job:
             ]
             planned.append(PlannedTensor(form, *rows_of_sides))
         nshards = len(self.source.shards), len(self.target.shards)
-        return make_plan(planned, self.source.table, self.target.table, nshards, self.resources)
+        of_target = replace(self.target.table, has_digest=np.zeros_like(self.target.table.has_digest))
+        return make_plan(planned, self.source.table, of_target, nshards, self.resources)
 
     def given(self, round_nbytes: int) -> "Job":
         """The same job with other buffers."""
@@ -126,14 +129,16 @@ def _store(dice, noise, tensors, cells, listed, nshards) -> Stored:
         row_of[index, position] = row
         shards[shard] += raw
         needed[shard].append(_box_mask(tensor.dtype, piece))
-    return Stored(shards, [np.concatenate(parts) for parts in needed], table_of(places), row_of)
+    table = table_of(places)
+    rows = [digest_row("sha256:" + hashlib.sha256(shards[f][b : b + n]).hexdigest()) for f, b, n in places]
+    table = replace(table, digest=np.array(rows, np.int64).reshape(-1, 4), has_digest=np.ones(len(rows), np.int64))
+    return Stored(shards, [np.concatenate(parts) for parts in needed], table, row_of)
 
 
 def table_of(places: list[tuple[int, int, int]]) -> ArrayTable:
     """Arrays at (file, begin, nbytes), without digests."""
     file, begin, nbytes = np.array(places, np.int64).reshape(len(places), 3).T.copy()
-    none = np.zeros(len(places), np.int64)
-    return ArrayTable(file, begin, nbytes, np.zeros((len(places), 4), np.int64), none, none)
+    return ArrayTable.of(file, begin, nbytes)
 
 
 def _box_mask(dtype: str, piece: Tile) -> np.ndarray:

@@ -57,6 +57,22 @@ def test_what_is_lacking_is_read_again_and_the_digest_is_that_of_the_whole(why, 
     assert running.digest() == SHA256
 
 
+@pytest.mark.parametrize("spans", [[(0, 100)], [(0, 30), (30, 31), (31, 100)], [(n, n + 1) for n in range(100)]])
+def test_what_begins_alike_goes_on_from_where_the_other_was(spans):
+    other = DATA[:30] + bytes(50)
+    running = RunningDigest(100)
+    forks = [running.fork(30, 80), running.fork(30, 30), running.fork(100, 101), running.fork(99, 100)]
+    assert forks[0].feed(30, memoryview(other[30:])) == 0, "taken before the other had come so far"
+    assert sum(running.feed(first, memoryview(DATA)[first:last]) for first, last in spans) == 100
+    assert (running.digest(), forks[1].digest()) == (SHA256, hashlib.sha256(DATA[:30]).digest())
+    assert forks[0].feed(20, memoryview(other[20:])) == 50
+    assert forks[0].digest() == hashlib.sha256(other).digest()
+    assert forks[2].catch_up(101, Source(DATA + b"!").read) == 1
+    assert forks[2].digest() == hashlib.sha256(DATA + b"!").digest()
+    assert forks[3].catch_up(100, Source(DATA).read) == 1
+    assert forks[3].digest() == SHA256
+
+
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)).map(sorted), max_size=8), st.integers(1, 7))
 def test_any_spans_in_any_order_come_to_the_same_digest(spans, at_once):

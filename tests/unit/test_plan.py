@@ -1,6 +1,7 @@
 """The plan and its rounds: every round of every rank is carried out in one process, and held against whole arrays."""
 
 import copy
+import hashlib
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import PlanningError
 from reshard_mpi.plan import shares
-from reshard_mpi.plan.plan import BUFFERS, Plan, plan_arrays, plan_from_arrays, traffic
+from reshard_mpi.plan.plan import BUFFERS, NOBODY, Plan, plan_arrays, plan_from_arrays, traffic
 from reshard_mpi.plan.planner import (
     LEAST_ROUND_NBYTES,
     MOST_ROUND_NBYTES,
@@ -48,7 +49,24 @@ def hold_against_whole_arrays(job: Job, plan: Plan) -> Seen:
             hold_in_order(touched, plan.source.arrays.hasher[array])
         for array in np.flatnonzero(plan.target.is_alone).tolist():
             hold_in_order(seen.written_of[array], plan.target.arrays.hasher[array])
+        hold_hashes_that_are_shared(job, plan)
     return seen
+
+
+def hold_hashes_that_are_shared(job: Job, plan: Plan) -> None:
+    """An array begins as its source array does, which the same rank hashes; a digest that is known is the right one."""
+    source, target = plan.source.arrays, plan.target.arrays
+    assert np.array_equal(target.has_digest > 0, target.hasher == NOBODY)
+    for array, (file, begin, nbytes) in enumerate(zip(target.file, target.begin, target.nbytes, strict=True)):
+        expected = job.expected[file][begin : begin + nbytes]
+        if target.has_digest[array]:
+            assert target.digest[array].tobytes() == hashlib.sha256(expected).digest()
+        if target.begins_as[array] >= 0:
+            read, common = target.begins_as[array], target.begins_nbytes[array]
+            assert target.hasher[array] == source.hasher[read]
+            assert nbytes / 2 <= common <= nbytes and common <= source.nbytes[read]
+            content = job.source.shards[source.file[read]][source.begin[read] :]
+            assert content[:common] == expected[:common]
 
 
 def hold_in_order(touched: Touched, hasher: int) -> None:
