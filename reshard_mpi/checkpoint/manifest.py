@@ -144,14 +144,25 @@ def sha256_name(digest: "hashlib._Hash") -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def fragments_digest(fragments: Sequence[dict[str, Any]]) -> str:
+def fragments_digest(fragments: Sequence[dict[str, Any]], only_known_keys: bool = False) -> str:
     """`expected_manifest_digest` of fragments as plain JSON objects."""
     bare = [
         {key: value for key, value in fragment.items() if key not in ("payload_file", "payload_key")}
         for fragment in fragments
     ]
-    text = json.dumps(bare, sort_keys=True, separators=(",", ":"))
-    return sha256_name(hashlib.sha256(text.encode()))
+    text = _compact_json(bare) if only_known_keys else json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
+    return sha256_name(hashlib.sha256(text))
+
+
+def _compact_json(value: Any) -> bytes:
+    """The text that the standard library writes for a value without floats: keys sorted, no spaces, ASCII.
+
+    msgspec writes it in a fifth of the time, and differs only in what it doesn't escape.
+    """
+    text = msgspec.json.encode(value, order="sorted")
+    if text.isascii() and b"\x7f" not in text:
+        return text
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def strict_json(text: bytes, where: str) -> Any:
@@ -192,7 +203,8 @@ def parse_case(text: bytes, where: str = CASE_FILE) -> ParsedCase:
         raise InputError(where, f"{error}; expected what schema {SCHEMA_VERSION} says") from error
     unknown = _unknown_keys(raw)
     warnings = (f"{where}: unknown keys ignored: {names(sorted(unknown), most=20)}",) if unknown else ()
-    return ParsedCase(case, sha256_name(hashlib.sha256(text)), fragments_digest(raw["fragments"]), warnings)
+    digest = fragments_digest(raw["fragments"], only_known_keys=not unknown)
+    return ParsedCase(case, sha256_name(hashlib.sha256(text)), digest, warnings)
 
 
 def _check_schema(raw: dict[str, Any], where: str) -> None:
@@ -229,10 +241,10 @@ def _unknown_keys(raw: dict[str, Any]) -> set[str]:
 def case_text(case: Case) -> bytes:
     """`case.json` of a case, with the digest of its fragments filled in."""
     raw = msgspec.to_builtins(case)
-    raw["expected_manifest_digest"] = fragments_digest(raw["fragments"])
+    raw["expected_manifest_digest"] = fragments_digest(raw["fragments"], only_known_keys=True)
     if raw["topology"]["layout"] is None:
         del raw["topology"]["layout"]
-    return (json.dumps(raw, sort_keys=True, indent=2) + "\n").encode()
+    return msgspec.json.format(_compact_json(raw), indent=2) + b"\n"
 
 
 def by_tensor(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:

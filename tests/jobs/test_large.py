@@ -1,36 +1,25 @@
 """A checkpoint that is larger than the memory of a rank may be: 1 GiB, in 64 MiB of buffers."""
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
+from tests.jobs.large import GIB, MIB, large_folder
 from tests.jobs.outcome import assert_done, write_sample
 from tests.mpirun import run_mpi
 
-MIB = 1 << 20
-MOST_RSS = 300 * MIB
-DISK_NBYTES = 4 << 30
+MOST_RSS = (64 + 150) * MIB
 
 
 @pytest.fixture
-def large_folder(tmp_path) -> Iterator[Path]:
-    """In memory where there is room; emptied whatever happens."""
-    for parent in (Path("/dev/shm"), tmp_path):
-        if parent.is_dir() and os.access(parent, os.W_OK) and shutil.disk_usage(parent).free > DISK_NBYTES:
-            break
-    else:
-        pytest.skip(f"no {DISK_NBYTES >> 30} GiB free in /dev/shm or {tmp_path}")
-    folder = Path(tempfile.mkdtemp(prefix="reshard-large-", dir=parent))
-    try:
+def folder(tmp_path) -> Iterator[Path]:
+    """Room for SOURCE and one OUT at a time."""
+    with large_folder(5 * GIB // 2, 2 * GIB, tmp_path) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder)
 
 
 def reshard_in_bounds(source: Path, out: Path, target: str) -> None:
@@ -64,14 +53,15 @@ def assert_loads(shard: Path, source: Path, tensor: str) -> None:
     loaded = load_file(shard)
     assert loaded.keys() == keys
     assert {value.dtype for value in loaded.values()} == {torch.bfloat16}
-    assert sum(value.nbytes for value in loaded.values()) > 0.9 * (1 << 30)
+    assert sum(value.nbytes for value in loaded.values()) > 0.9 * GIB
 
 
-def test_a_gibibyte_passes_through_64_mebibytes_and_loads_elsewhere(large_folder):
-    source = write_sample(large_folder / "source", "1G", dtype="bfloat16")
-    reshard_in_bounds(source, large_folder / "single", "single")
-    assert_loads(large_folder / "single" / "rank-00000.safetensors", source, "model.embed_tokens.weight")
-    shutil.rmtree(large_folder / "single")
-    reshard_in_bounds(source, large_folder / "tp4", "tp=4")
-    with safe_open(large_folder / "tp4" / "rank-00003.safetensors", "np") as opened:
+@pytest.mark.large
+def test_a_gibibyte_passes_through_64_mebibytes_and_loads_elsewhere(folder):
+    source = write_sample(folder / "source", "1G", dtype="bfloat16")
+    reshard_in_bounds(source, folder / "single", "single")
+    assert_loads(folder / "single" / "rank-00000.safetensors", source, "model.embed_tokens.weight")
+    shutil.rmtree(folder / "single")
+    reshard_in_bounds(source, folder / "tp4", "tp=4")
+    with safe_open(folder / "tp4" / "rank-00003.safetensors", "np") as opened:
         assert "lm_head.weight" in opened.keys()
