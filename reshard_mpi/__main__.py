@@ -6,6 +6,7 @@ the rank that has it prints its traceback and ends the whole job.
 
 import argparse
 import contextlib
+import gc
 import io
 import os
 import sys
@@ -23,10 +24,14 @@ SECONDS_FOR_RANK_0 = 2.0
 
 
 def main() -> NoReturn:
+    # numpy's OpenBLAS would start a thread a core in every rank, which spin for a while. We do no linear algebra.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     launch = find_launch()
     options = _options(launch)
     needs_mpi = options.uses_all_ranks or launch.nranks > 1
-    sys.exit(_run_with_mpi(options, launch) if needs_mpi else _run_alone(options))
+    code = _run_with_mpi(options, launch) if needs_mpi else _run_alone(options)
+    gc.freeze()  # else the end would look through all that was imported, twice, for what could be freed
+    sys.exit(code)
 
 
 def _options(launch: Launch) -> argparse.Namespace:

@@ -1,32 +1,29 @@
-"""The commands, wired: options in, text and exit code out."""
+"""The commands, wired: options in, text and exit code out.
+
+Each command imports what it needs when it runs, and what rank 0 does alone is imported by rank 0 alone: with many ranks a
+node, every import is paid for many times.
+"""
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
 from reshard_mpi.errors import ReshardError, UsageError, first_to_tell, plural
-from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Selection
 from reshard_mpi.report import check_report, warn, write_report
-from reshard_mpi.sample import write_sample
-from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
 from reshard_mpi.show.outcomes import comparison_text, demo_text, fault_facts, summary_text, verdict_facts, verdict_text
-from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of, refusals_text
-from reshard_mpi.show.simulation import simulate, simulation_text
-from reshard_mpi.storage.source import Source, load_alone
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from reshard_mpi.storage.source import Source
+
 SAMPLE_CASE = "tp2-pp2-to-single"
+SAMPLE_SOURCE = Path(__file__).parent / "data" / SAMPLE_CASE
 SAMPLE_OUT = Path("reshard-sample")
 
 
@@ -62,22 +59,21 @@ def _say(text: str) -> None:
 
 
 def _say_json(facts: object) -> None:
+    import json
+
     _say(json.dumps(facts, indent=2))
-
-
-def _selection(options: argparse.Namespace) -> Selection:
-    return Selection(options.target, tuple(options.include), tuple(options.exclude))
 
 
 def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.mpi.comm import on_root
-    from reshard_mpi.run.commit import partial_of
     from reshard_mpi.run.job import Job, reshard
 
     job = Job(
         source=options.source,
         out=options.out,
-        selection=_selection(options),
+        target=options.target,
+        include=tuple(options.include),
+        exclude=tuple(options.exclude),
         memory_nbytes=options.memory,
         writers=options.writers,
         verify=options.verify,
@@ -86,7 +82,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         progress=options.progress,
     )
     if options.report:
-        on_root(comm, lambda: check_report(options.report, options.source, options.out, partial_of(options.out)))
+        on_root(comm, lambda: _check_report(options))
     report = reshard(comm, job)
 
     def tell() -> None:
@@ -97,6 +93,12 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
     on_root(comm, tell)
     return 0
+
+
+def _check_report(options: argparse.Namespace) -> None:
+    from reshard_mpi.run.commit import partial_of
+
+    check_report(options.report, options.source, options.out, partial_of(options.out))
 
 
 def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
@@ -111,24 +113,29 @@ def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
             )
 
     on_root(comm, replaceable)
-    with resources.as_file(resources.files("reshard_mpi") / "data" / SAMPLE_CASE) as source:
-        job = Job(
-            source=source,
-            out=SAMPLE_OUT,
-            selection=Selection(Mesh(())),
-            memory_nbytes=1 << 24,
-            writers="auto",
-            verify="full",
-            overwrite=True,
-            restart=True,
-            progress="off",
-        )
-        report = reshard(comm, job)
+    job = Job(
+        source=SAMPLE_SOURCE,
+        out=SAMPLE_OUT,
+        target=Mesh(()),
+        include=(),
+        exclude=(),
+        memory_nbytes=1 << 24,
+        writers="auto",
+        verify="full",
+        overwrite=True,
+        restart=True,
+        progress="off",
+    )
+    report = reshard(comm, job)
     on_root(comm, lambda: _say(demo_text(report or {})))
     return 0
 
 
 def _case_id(folder: Path) -> str | None:
+    import json
+
+    from reshard_mpi.checkpoint.manifest import CASE_FILE
+
     try:
         found = json.loads((folder / CASE_FILE).read_bytes())
         return found.get("case_id") if isinstance(found, dict) else None
@@ -137,6 +144,9 @@ def _case_id(folder: Path) -> str | None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
+    from reshard_mpi.plan.planner import Resources, round_nbytes_of
+    from reshard_mpi.show.simulation import simulate, simulation_text
+
     if options.source is not None or options.source_mesh is None or options.target is None:
         raise UsageError("--simulate", "takes --from AXES and --target AXES, and no SOURCE")
     nranks = options.ranks or options.source_mesh.size
@@ -152,10 +162,14 @@ def _plan(options: argparse.Namespace) -> int:
         return _simulate(options)
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
+    from reshard_mpi.plan.prepare import Selection
+    from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
+    from reshard_mpi.storage.source import load_alone
+
     source = load_alone(options.source)
     prepared, faults = refusals_of(
         source,
-        _selection(options),
+        Selection(options.target, tuple(options.include), tuple(options.exclude)),
         nranks=options.ranks or source.case.world_size,
         memory_nbytes=options.memory,
         writers="owner" if options.writers == "owner" else "shared",
@@ -170,6 +184,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _refused(faults: list[ReshardError], as_json: bool) -> int:
+    from reshard_mpi.show.planning import refusals_text
+
     if as_json:
         _say_json({"refusals": [fault_facts(fault) for fault in faults]})
     else:
@@ -180,6 +196,8 @@ def _refused(faults: list[ReshardError], as_json: bool) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
+
     source = _sound_source(options.source)
     warn(source.warnings)
     facts = tensor_tiles(source, options.tensor) if options.tensor else case_facts(source)
@@ -191,8 +209,10 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sound_source(folder: Path) -> Source:
+def _sound_source(folder: Path) -> "Source":
     """A source that can be shown: it may have faults, but not of a kind that leaves nothing to show."""
+    from reshard_mpi.storage.source import load_alone
+
     source = load_alone(folder)
     if not source.findings.is_sound:
         source.raise_first()
@@ -200,6 +220,8 @@ def _sound_source(folder: Path) -> Source:
 
 
 def _sample(options: argparse.Namespace) -> int:
+    from reshard_mpi.sample import write_sample
+
     sizes = {axis: getattr(options, axis) for axis in ("tp", "pp", "dp", "fsdp", "cp") if getattr(options, axis) > 1}
     case = write_sample(options.out, options.size, Mesh.of(sizes), options.dtype, options.seed, options.overwrite)
     ntensors = len({fragment.logical_tensor_id for fragment in case.fragments})

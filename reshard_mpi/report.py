@@ -1,6 +1,5 @@
 """What the user sees: progress on stderr, the summary at the end, numbers with units."""
 
-import json
 import os
 import sys
 import time
@@ -129,6 +128,8 @@ def check_report(path: Path, *folders: Path) -> None:
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    import json
+
     try:
         path.write_text(json.dumps(report, indent=2) + "\n")
     except OSError as error:

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
-from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
 from reshard_mpi.mpi.comm import ROOT, agreed
 from reshard_mpi.plan.shares import deal_to_least
 from reshard_mpi.report import Progress
 from reshard_mpi.storage.files import Files
-from reshard_mpi.storage.source import Source
+
+if TYPE_CHECKING:
+    from reshard_mpi.storage.source import Source
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -93,8 +94,10 @@ def check_equal(
     return faults
 
 
-def equal_groups(source: Source, tensor_ids: Collection[str]) -> list[tuple[str, list[WholeTensor]]]:
+def equal_groups(source: "Source", tensor_ids: Collection[str]) -> list[tuple[str, list[WholeTensor]]]:
     """Replicas and ties of the tensors that must be equal, and that digests in the manifest don't show to be."""
+    from reshard_mpi.checkpoint.manifest import by_tensor  # not needed where digests are computed
+
     tensors, headers = by_tensor(source.case.fragments), source.headers
     groups = [
         (f"replica group {members[0].replica.group_id}", [whole_box(member, headers) for member in members])

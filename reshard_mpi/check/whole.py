@@ -7,18 +7,20 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_mpi.boxes import Boxes
-from reshard_mpi.checkpoint.checks import distinct_boxes
 from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import Fragment
 from reshard_mpi.plan.stored import ByteForm, Place, StoredBoxes, byte_form, range_slabs
 from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files
-from reshard_mpi.storage.safetensors import StoredArray
+
+if TYPE_CHECKING:
+    from reshard_mpi.checkpoint.manifest import Fragment
+    from reshard_mpi.storage.safetensors import StoredArray
 
 Bytes = NDArray[np.uint8]
 PART_NBYTES = 4 << 20  # of a tensor that are held at once
@@ -103,11 +105,13 @@ class WholeTensor:
         return digest_name(running.digest())
 
 
-Arrays = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
+Arrays = Mapping[str, Mapping[str, "StoredArray"]]  # file -> key -> array
 
 
-def whole_tensor(fragments: Sequence[Fragment], arrays: Arrays) -> WholeTensor:
+def whole_tensor(fragments: "Sequence[Fragment]", arrays: Arrays) -> WholeTensor:
     """The logical tensor of all its `fragments`."""
+    from reshard_mpi.checkpoint.checks import distinct_boxes  # not needed where tensors are read
+
     like, boxes = fragments[0], distinct_boxes(fragments)
     places = tuple(Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in boxes)
     begins = tuple(arrays[f.payload_file][f.payload_key].begin for f in boxes)
@@ -116,7 +120,7 @@ def whole_tensor(fragments: Sequence[Fragment], arrays: Arrays) -> WholeTensor:
     )
 
 
-def whole_box(fragment: Fragment, arrays: Arrays) -> WholeTensor:
+def whole_box(fragment: "Fragment", arrays: Arrays) -> WholeTensor:
     """The box of one fragment, without its padding."""
     origin = (0,) * len(fragment.element_extent)
     place = Place(origin, fragment.element_extent, fragment.padding.before, fragment.local_shape)
@@ -126,7 +130,7 @@ def whole_box(fragment: Fragment, arrays: Arrays) -> WholeTensor:
     )
 
 
-def whole_array(file: str, key: str, array: StoredArray) -> WholeTensor:
+def whole_array(file: str, key: str, array: "StoredArray") -> WholeTensor:
     """One stored array, padding included."""
     origin = (0,) * len(array.shape)
     places = (Place(origin, array.shape, origin, array.shape),) if array.nbytes else ()

@@ -63,6 +63,49 @@ def test_the_sample_replaces_nothing_that_is_something_else(tmp_path, nranks):
     assert contents(there) == contents(UNEVEN)
 
 
+# ---- what a start costs
+
+NOTED = """
+import atexit, os, sys
+from reshard_mpi.__main__ import main
+def note():
+    with open(os.path.join(os.environ["NOTES"], os.environ["PMI_RANK"]), "w") as file:
+        file.write("\\n".join(sys.modules))
+atexit.register(note)
+main()
+"""
+# Of rank 0 alone: each is paid for as many times as there are ranks on a node.
+FOR_RANK_0 = (
+    "msgspec",
+    "json",
+    "reshard_mpi.checkpoint.manifest",
+    "reshard_mpi.layout.rules",
+    "reshard_mpi.plan.planner",
+)
+
+
+@pytest.mark.parametrize("arguments", [(), ("reshard", UNEVEN, "out")], ids=["the sample", "reshard"])
+def test_the_ranks_other_than_0_import_nothing_that_reads_manifests_or_plans(tmp_path, arguments):
+    assert_done(run_python_mpi(4, "-c", NOTED, *arguments, cwd=tmp_path, env={"NOTES": str(tmp_path)}))
+    noted = [set((tmp_path / str(rank)).read_text().splitlines()) for rank in range(4)]
+    assert noted[0] >= set(FOR_RANK_0)
+    for others in noted[1:]:
+        assert "reshard_mpi.run.move" in others
+        assert not others & {*FOR_RANK_0}
+        assert {name for name in others if name.startswith("reshard_mpi.show.")} <= {"reshard_mpi.show.outcomes"}
+
+
+def test_numpy_starts_no_threads():
+    """OpenBLAS would start one a core, in every rank."""
+    program = "import atexit, os; from reshard_mpi.__main__ import main\n"
+    program += "atexit.register(lambda: print('threads:', len(os.listdir('/proc/self/task'))))\nmain()"
+    environ = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run(
+        [PYTHON, "-c", program, "inspect", UNEVEN], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.endswith("threads: 1\n")
+
+
 # ---- reshard
 
 

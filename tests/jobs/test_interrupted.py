@@ -134,8 +134,8 @@ BUGS = [
     ("between two rounds", "reshard_mpi.mpi.exchange:Exchanger.exchange", 1),
     ("in the thread that reads", "reshard_mpi.run.transfer:Reader.read", 1),
     ("in the thread that writes", "reshard_mpi.run.transfer:Writer.write", 2),
-    ("on rank 0 while the others wait for its plan", "reshard_mpi.run.job:_prepare", 0),
-    ("at the very end", "reshard_mpi.run.job:_commit", 0),
+    ("on rank 0 while the others wait for its plan", "reshard_mpi.run.lead:Lead.prepare", 0),
+    ("at the very end", "reshard_mpi.run.lead:Lead.commit", 0),
 ]
 
 

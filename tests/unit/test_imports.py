@@ -9,7 +9,7 @@ import reshard_mpi
 
 ROOMS = ("check", "checkpoint", "layout", "mpi", "plan", "run", "show", "storage")
 # What talks MPI, or says in its signatures that all ranks call it.
-MAY_NEED_MPI = re.compile(r"reshard_mpi\.(mpi\..+|check\.(audit|compare|verify)|run\.(job|move))")
+MAY_NEED_MPI = re.compile(r"reshard_mpi\.(mpi\..+|check\.(audit|compare|verify)|run\.(job|lead|move))")
 HEAVY = ("torch", "matplotlib", "h5py", "tqdm", "rich", "ml_dtypes", "safetensors")
 
 IMPORT_ALL = """
@@ -58,4 +58,16 @@ def test_the_modules_that_need_mpi_need_nothing_heavy():
 
 
 def test_help_and_the_command_line_need_not_even_numpy():
-    run("import reshard_mpi.__main__, sys; assert 'numpy' not in sys.modules")
+    run("import reshard_mpi.__main__, reshard_mpi.commands, sys; assert 'numpy' not in sys.modules")
+
+
+def test_a_rank_that_only_moves_needs_nothing_that_reads_manifests_or_plans():
+    code = """
+import mpi4py, sys
+mpi4py.rc.initialize = False
+import reshard_mpi.commands, reshard_mpi.run.job, reshard_mpi.check.audit
+found = [name for name in ("msgspec", "json", "reshard_mpi.checkpoint.checks", "reshard_mpi.layout.rules",
+         "reshard_mpi.plan.planner", "reshard_mpi.show.planning", "reshard_mpi.sample") if name in sys.modules]
+assert not found, found
+"""
+    run(code)

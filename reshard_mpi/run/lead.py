@@ -1,0 +1,212 @@
+"""What rank 0 alone knows of a job, and does: the plan, OUT.partial, the manifest, the report. No MPI.
+
+All that reads manifests, lays out tensors and plans is imported from here, and this by rank 0 alone.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from reshard_mpi.check.audit import equal_groups
+from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
+from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.checkpoint.dtypes import DTYPES
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
+from reshard_mpi.errors import ReshardError, raise_first
+from reshard_mpi.plan.planner import Resources, round_nbytes_of
+from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.report import summary_of, topology_text, warn
+from reshard_mpi.run.commit import PartialFolder, check_paths
+from reshard_mpi.run.move import Names
+from reshard_mpi.storage.digests import digest_name
+from reshard_mpi.storage.files import Files, create_file, is_on_nfs
+from reshard_mpi.storage.safetensors import StoredArray
+from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
+
+if TYPE_CHECKING:
+    from reshard_mpi.run.job import Job
+
+MANIFEST_NBYTES = 2048  # of case.json, for a fragment
+
+
+class Lead:
+    """A job on rank 0, step by step: checked, prepared, begun, committed. A step that can't be done raises a ReshardError."""
+
+    source: Source
+    prepared: Prepared
+    partial: PartialFolder
+
+    def __init__(self, job: "Job", nranks: int):
+        self.job, self.nranks, self.round_nbytes = job, nranks, round_nbytes_of(job.memory_nbytes)
+        check_paths(job.source, job.out, job.overwrite)
+
+    @property
+    def case(self) -> Case:
+        """What will be written, as yet without digests."""
+        return self.prepared.outgoing.case
+
+    # ---- before anything is written
+
+    def prepare(self, source: Source | None) -> None:
+        """Lay out and plan what is to be made of the source."""
+        assert source is not None
+        source.raise_first()
+        outgoing, faults = outgoing_of(source, Selection(self.job.target, self.job.include, self.job.exclude))
+        raise_first(faults)
+        assert outgoing is not None
+        resources = Resources(self.nranks, self.round_nbytes, self._writers(), self.job.verify != "none")
+        self.source, self.prepared = source, prepare(source, outgoing, resources)
+        warn(source.warnings)
+
+    def _writers(self) -> str:
+        """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
+        if self.job.writers != "auto":
+            return self.job.writers
+        return "owner" if is_on_nfs(self.job.out) else "shared"
+
+    def equal_groups(self) -> list[tuple[str, list[WholeTensor]]]:
+        """What must be equal and can't be seen to be from digests."""
+        return equal_groups(self.source, self._kept_tensors())
+
+    def unread_arrays(self) -> dict[WholeTensor, str]:
+        """The stored arrays of the kept tensors that the plan doesn't read, and their digests."""
+        read, kept = self._arrays_read(), self._kept_tensors()
+        return {
+            whole_array(f.payload_file, f.payload_key, self._stored(f)): f.fragment_digest
+            for f in self.source.case.fragments
+            if f.logical_tensor_id in kept
+            and f.fragment_digest is not None
+            and (f.payload_file, f.payload_key) not in read
+        }
+
+    def _kept_tensors(self) -> set[str]:
+        return {fragment.logical_tensor_id for fragment in self.case.fragments}
+
+    def _arrays_read(self) -> set[tuple[str, str]]:
+        """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
+        read = np.unique(self.prepared.plan.source.array).tolist()
+        return {(f.payload_file, f.payload_key) for array in read for f in self.prepared.source_fragments[array]}
+
+    def _stored(self, fragment: Fragment) -> StoredArray:
+        return self.source.headers[fragment.payload_file][fragment.payload_key]
+
+    def begin(self) -> Names:
+        """Claim OUT.partial, where there must be room for all that will be written; what the plan's numbers stand for."""
+        job = self.job
+        identity = {
+            "source": str(job.source.resolve()),
+            "manifest": self.source.parsed.text_digest,
+            "target": self.case.topology.source,
+            "include": list(job.include),
+            "exclude": list(job.exclude),
+            "digests": job.verify != "none",
+        }
+        self.partial = PartialFolder(job.out, identity, job.restart)
+        try:
+            self.partial.check_space(self._expected_nbytes())
+        except BaseException:
+            self.partial.close()
+            raise
+        return self._names()
+
+    def _expected_nbytes(self) -> int:
+        """Bytes of OUT: the shards, the manifest (about), the oracles."""
+        shards = sum(file.nbytes for file in self.prepared.target_files)
+        oracles = sum(math.prod(oracle.shape) * DTYPES[oracle.dtype].nbits // 8 for oracle in self.case.oracles)
+        return shards + len(self.case.fragments) * MANIFEST_NBYTES + oracles
+
+    # ---- what is written
+
+    def _names(self) -> Names:
+        prepared = self.prepared
+        return Names(
+            self.job.source,
+            prepared.source_files,
+            tuple(fragments[0].payload_key for fragments in prepared.source_fragments),
+            self.partial.path,
+            tuple(file.name for file in prepared.target_files),
+        )
+
+    def heads(self) -> list[list[tuple[str, int, bytes]]]:
+        """For each rank, the files that it creates: name, length, first bytes."""
+        files = [(file.name, file.nbytes, file.head) for file in self.prepared.target_files]
+        return [files[rank :: self.nranks] for rank in range(self.nranks)]
+
+    def written(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
+        """The case to write, with the digests of its arrays; its oracles have been copied."""
+        written = self._with_digests(digests)
+        copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
+        return written
+
+    def _with_digests(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
+        if self.job.verify == "none":
+            return self.case
+        known = {array: digest_name(digest) for by_rank in digests for array, digest in by_rank.items()}
+        arrays = self.prepared.plan.target.arrays
+        known |= {
+            array: digest_name(arrays.digest[array].tobytes()) for array in np.flatnonzero(arrays.has_digest).tolist()
+        }
+        fragments = tuple(
+            msgspec.structs.replace(f, fragment_digest=known[array] if f.has_elements else DIGEST_OF_NOTHING)
+            for f, array in zip(self.case.fragments, self.prepared.outgoing.array_of, strict=True)
+        )
+        return msgspec.structs.replace(self.case, fragments=fragments)
+
+    def expected_digests(self, written: Case | None) -> tuple[dict[WholeTensor, str], list[ReshardError]]:
+        """Every array that was written and its digest, every whole tensor that has an oracle; and what can't even be read."""
+        assert written is not None
+        names = self._names()
+        headers, faults = read_headers(names.target_folder, names.target_files)
+        expected: dict[WholeTensor, str] = {}
+        if not faults:
+            for f in written.fragments:
+                array = whole_array(f.payload_file, f.payload_key, headers[f.payload_file][f.payload_key])
+                expected[array] = f.fragment_digest or ""
+            tensors = by_tensor(written.fragments)
+            for oracle in written.oracles:
+                expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
+            faults = oracle_file_faults(names.target_folder, written)
+        return expected, faults
+
+    # ---- the end
+
+    def commit(self, written: Case | None) -> None:
+        """Write `case.json`, and make OUT of it all."""
+        assert written is not None
+        text = case_text(written)
+        create_file(self.partial.path / CASE_FILE, len(text), text)
+        with Files(self.partial.path) as files:
+            files.sync(CASE_FILE)
+        check_paths(self.job.source, self.job.out, self.job.overwrite)
+        self.partial.commit()
+
+    def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+        job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
+        unread_nbytes = sum(
+            self._stored(f).nbytes
+            for f in self.source.case.fragments
+            if f.logical_tensor_id in kept
+            and f.has_elements
+            and f.replica.member_count > 1
+            and (f.payload_file, f.payload_key) not in read
+        )
+        return summary_of(
+            measured,
+            source=str(job.source),
+            out=str(job.out),
+            source_topology=topology_text(case.topology.target),
+            target_topology=topology_text(case.topology.source),
+            ntensors=len(kept),
+            nfragments=len(case.fragments),
+            nshards=self.prepared.outgoing.nranks,
+            nrounds=self.prepared.plan.nrounds,
+            memory_nbytes=job.memory_nbytes,
+            verify=job.verify,
+            unread_replica_nbytes=unread_nbytes,
+            noracles=len(case.oracles),
+            warnings=self.source.warnings,
+            seconds=round(seconds, 3),
+        )
