@@ -1,4 +1,4 @@
-"""Large checkpoints for tests: room for them, and their tensors read without the program that wrote them."""
+"""Large checkpoints for tests: room for them, jobs that are watched, and tensors read without the program that wrote them."""
 
 import contextlib
 import fcntl
@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.jobs import watched
+from tests.jobs.outcome import assert_done
+from tests.mpirun import run_python_mpi
 from tests.reference.dtypes import bits
 from tests.reference.fragments import box_of, sha256, slices
 from tests.reference.shards import StoredArray, write_shard
@@ -87,6 +90,18 @@ def write_array(
     topology = {"source": axes or {"world_size": 1}, "target": {"world_size": 1}, "layout": {name: layout or {}}}
     (folder / "case.json").write_bytes(text_of(manifest(axes, fragments, topology=topology)))
     return folder
+
+
+def reshard_watched(nranks: int, source: Path, out: Path, *options: str, mpi: str = "mpich") -> tuple[dict, list[dict]]:
+    """The report of a job that wrote the same tensors to OUT, and what `watched` noted of each rank."""
+    notes = out.with_suffix(".notes")
+    notes.mkdir()
+    report = notes / "report.json"
+    arguments = (watched.__file__, notes, "reshard", source, out, *options, "--progress", "off", "--report", report)
+    assert_done(run_python_mpi(nranks, *arguments, mpi=mpi, timeout=120))
+    assert_same_tensors(source, out)
+    found = [json.loads((notes / f"{rank}.json").read_text()) for rank in range(nranks)]
+    return json.loads(report.read_text()), found
 
 
 def head_of(shard: Path) -> tuple[dict[str, dict], int]:

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs import watched
-from tests.jobs.large import GIB, MIB, assert_same_tensors, fragments_of, head_of, large_folder, write_array
+from tests.jobs.large import GIB, MIB, fragments_of, head_of, large_folder, reshard_watched, write_array
 from tests.jobs.outcome import assert_done, write_sample
-from tests.mpirun import MPIS, run_mpi, run_python_mpi
+from tests.mpirun import MPIS, run_mpi
 from tests.reference.fragments import sha256, shard_name
 from tests.reference.shards import StoredArray, write_shard
 from tests.unit.manifests import manifest, tensor, text_of, whole
@@ -137,23 +136,19 @@ class Call:
     last: int
 
 
-def reshard_watched(nranks: int, source: Path, out: Path, *options: str) -> tuple[dict, list[Call]]:
+def reshard_counted(nranks: int, source: Path, out: Path, *options: str) -> tuple[dict, list[Call]]:
     """The report of a job, and its calls for the data of shards: those for headers and other files are left out."""
-    notes = out.with_suffix(".notes")
-    notes.mkdir()
-    report = notes / "report.json"
-    arguments = ("reshard", source, out, *options, "--memory", MEMORY, "--progress", "off", "--report", report)
-    assert_done(run_python_mpi(nranks, watched.__file__, notes, *arguments, timeout=120))
-    shards = {str(shard): shard for shard in source.glob("rank-*")}
-    shards |= {f"{out}.partial/{shard.name}": shard for shard in out.glob("rank-*")}
+    report, notes = reshard_watched(nranks, source, out, *options, "--memory", MEMORY)
+    shards = {os.path.realpath(shard): shard for shard in source.glob("rank-*")}
+    shards |= {f"{os.path.realpath(out)}.partial/{shard.name}": shard for shard in out.glob("rank-*")}
     data_starts = {shard: head_of(shard)[1] for shard in shards.values()}
     calls = [
         Call(rank, kind, shards[path], offset - data_starts[shards[path]], offset + nbytes - data_starts[shards[path]])
-        for rank in range(nranks)
-        for kind, path, offset, nbytes in json.loads((notes / f"{rank}.json").read_text())["calls"]
+        for rank, noted in enumerate(notes)
+        for kind, path, offset, nbytes in noted["calls"]
         if path in shards
     ]
-    return json.loads(report.read_text()), [call for call in calls if call.last > 0]
+    return report, [call for call in calls if call.last > 0]
 
 
 def assert_reads_one_member_of_each_box(calls: list[Call], source: Path) -> None:
@@ -215,7 +210,7 @@ def assert_moves_each_byte_once(
     nranks: int, source: Path, out: Path, target: str, nways: int, verify: str, writers: str
 ) -> None:
     """In few calls; the report says of each rank how many bytes those were. `nways`: between so many arrays is a slab divided."""
-    report, calls = reshard_watched(nranks, source, out, "--target", target, "--verify", verify, "--writers", writers)
+    report, calls = reshard_counted(nranks, source, out, "--target", target, "--verify", verify, "--writers", writers)
     assert report["nrounds"] > 2
     assert_reads_one_member_of_each_box(calls, source)
     assert_writes_every_byte_once(calls, out)
@@ -228,7 +223,6 @@ def assert_moves_each_byte_once(
             ("written_nbytes", "write", out),
         ):
             assert measured[key] == nbytes_of(c for c in mine if c.kind == kind and c.shard.parent == folder), key
-    assert_same_tensors(source, out)
 
 
 @pytest.fixture(scope="module")
