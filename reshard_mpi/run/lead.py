@@ -87,7 +87,7 @@ class Lead:
 
     def _arrays_read(self) -> set[tuple[str, str]]:
         """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
-        read = np.unique(self.prepared.plan.source.array).tolist()
+        read = set(self.prepared.plan.source.array.tolist())
         return {(f.payload_file, f.payload_key) for array in read for f in self.prepared.source_fragments[array]}
 
     def _stored(self, fragment: Fragment) -> StoredArray:
