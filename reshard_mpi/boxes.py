@@ -94,13 +94,9 @@ def _unit(group: Ints) -> tuple[Ints, Ints]:
 
 def _axis_candidates(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, axis: int) -> tuple[Ints, Ints, Ints]:
     """On one axis: an order of `b` in which the candidates of a[i] are the range lower[i]:upper[i]."""
-    columns = (a.start[:, axis], a.stop[:, axis], b.start[:, axis], b.stop[:, axis])
-    # Numbering the cut points lets (group, coordinate) be one int64 without overflow.
-    cuts, numbered = np.unique(np.concatenate(columns), return_inverse=True)
-    nboxes = [len(a_group), len(a_group), len(b_group), len(b_group)]
-    a_start, a_stop, b_start, b_stop = np.split(numbered, np.cumsum(nboxes)[:-1])
-    a_start, a_stop = a_group * len(cuts) + a_start, a_group * len(cuts) + a_stop
-    b_start, b_stop = b_group * len(cuts) + b_start, b_group * len(cuts) + b_stop
+    a_start, a_stop, b_start, b_stop = _in_groups(
+        [a.start[:, axis], a.stop[:, axis], b.start[:, axis], b.stop[:, axis]], [a_group, a_group, b_group, b_group]
+    )
     order = np.lexsort((b_stop, b_start))
     reached = np.maximum.accumulate(b_stop[order])
     lower = np.searchsorted(reached, a_start, side="right")
@@ -108,8 +104,24 @@ def _axis_candidates(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, axis: int
     return order, lower, upper
 
 
+def _in_groups(columns: list[Ints], groups: list[Ints]) -> list[Ints]:
+    """Numbers that are ordered as (group, coordinate)."""
+    low, high = min(int(column.min()) for column in columns), max(int(column.max()) for column in columns)
+    last_group = max(int(group.max()) for group in groups)
+    if (last_group + 1) * (high - low + 1) < 1 << 63:
+        return [group * (high - low + 1) + (column - low) for column, group in zip(columns, groups, strict=True)]
+    # Too large for one int64, unless what counts is the order of the coordinates.
+    cuts, numbered = np.unique(np.concatenate(columns), return_inverse=True)
+    numbers = np.split(numbered, np.cumsum([len(column) for column in columns])[:-1])
+    return [group * len(cuts) + number for number, group in zip(numbers, groups, strict=True)]
+
+
 def _cheapest_axis(counts: list[Ints], group: Ints) -> Ints:
     """For every box of `a` the axis on which its whole group has the fewest candidates."""
+    if len(counts) == 1:
+        return np.zeros(len(group), np.int64)
+    if group.max() > 4 * len(group):  # most numbers are of no group here
+        _, group = np.unique(group, return_inverse=True)
     totals = np.stack([np.bincount(group, weights=count) for count in counts])
     return np.argmin(totals, axis=0)[group]
 
@@ -142,6 +154,7 @@ def equal_rows(*columns: Ints) -> tuple[Ints, Ints]:
     >>> first.tolist(), number.tolist()
     ([1, 0], [1, 0, 1])
     """
+    columns = tuple(column for column in columns if np.any(column != column[:1])) or columns[:1]
     order = np.lexsort(columns[::-1])
     differs = np.zeros(max(len(order) - 1, 0), bool)
     for column in columns:

@@ -125,6 +125,14 @@ def test_join_finds_every_pair_that_shares_an_element_and_no_other(naxes, at_onc
     holds()
 
 
+@pytest.mark.parametrize("least", [0, 1 << 20, 1 << 40], ids=["small", "beyond bincount", "beyond int64"])
+def test_join_needs_no_memory_for_groups_that_are_not_there(least):
+    rows = as_boxes([[(0, 2), (0, 1 << 40)], [(2, 4), (0, 1 << 40)]], 2)
+    columns = as_boxes([[(0, 4), (0, 9)], [(0, 4), (9, 1 << 40)], [(0, 4), (0, 9)]], 2)
+    i, j = join(rows, columns, np.array([0, 1]) + least, np.array([0, 1, 1]) + least)
+    assert sorted(zip(i.tolist(), j.tolist(), strict=True)) == [(0, 0), (1, 1), (1, 2)]
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["rows", "columns", "a later axis"])
 def test_join_looks_at_hardly_more_pairs_than_meet_whichever_axis_is_cut(axis, monkeypatch):
     nboxes, shape = 1024, [64, 4096, 4096]
