@@ -15,8 +15,8 @@ from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side
 from reshard_mpi.plan.prefixes import Prefixes, find_prefixes
 from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
-from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Slabs, SlabTensor, cut_slabs
-from reshard_mpi.plan.stored import ByteForm, StoredBoxes, padded_to
+from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Ordered, Slabs, SlabTensors, cut_slabs
+from reshard_mpi.plan.stored import ByteForm, StoredBoxes, stacked
 
 LEAST_ROUND_NBYTES = 1 << 13
 MOST_ROUND_NBYTES = 1 << 24  # more is no faster: the first touch of a buffer costs more than a round
@@ -87,28 +87,28 @@ def make_plan(
 def _boxes_of(tensors: Sequence[PlannedTensor], naxes: int, arrays: ArrayTable, target: bool) -> Rows:
     start, stop, stride, lead, array = [], [], [], [], []
     for tensor in tensors:
-        nsources = len(tensor.source_arrays)
+        nsources, form = len(tensor.source_arrays), tensor.form
         rows = slice(nsources, None) if target else slice(0, nsources)
-        form = tensor.form
-        start.append(padded_to(naxes, form.boxes.start[rows], 0))
-        stop.append(padded_to(naxes, form.boxes.stop[rows], 1))
-        stride.append(_with_leading_strides(naxes, form.boxes.take(rows), form.stride[rows]))
+        start.append(form.boxes.start[rows])
+        stop.append(form.boxes.stop[rows])
+        stride.append(form.stride[rows])
         lead.append(form.lead[rows])
         array.append(tensor.target_arrays if target else tensor.source_arrays)
-
-    def stacked(columns: list[Ints], shape: tuple[int, ...]) -> Ints:
-        return np.concatenate(columns) if columns else np.empty(shape, np.int64)
-
-    boxes = Boxes(stacked(start, (0, naxes)), stacked(stop, (0, naxes)))
-    held_by = stacked(array, (0,))
-    stored = StoredBoxes(boxes, stacked(stride, (0, naxes)), stacked(lead, (0,)) + arrays.begin[held_by])
+    boxes = Boxes(stacked(naxes, start, 0), stacked(naxes, stop, 1))
+    none = [np.empty(0, np.int64)]
+    held_by = np.concatenate(array or none)
+    stored = StoredBoxes(
+        boxes,
+        _with_leading_strides(boxes, stacked(naxes, stride, 0)),
+        np.concatenate(lead or none) + arrays.begin[held_by],
+    )
     return Rows(stored, held_by, np.repeat(np.arange(len(array)), [len(held) for held in array]), len(tensors), arrays)
 
 
-def _with_leading_strides(naxes: int, boxes: Boxes, stride: Ints) -> Ints:
-    """On the axes that are put in front, of size 1, a step is as long as the span of the whole box."""
+def _with_leading_strides(boxes: Boxes, stride: Ints) -> Ints:
+    """On the axes that were put in front, of size 1 and with stride 0, a step is as long as the span of the whole box."""
     span = ((boxes.stop - boxes.start - 1) * stride).sum(axis=1, keepdims=True) + 1
-    return np.concatenate([np.repeat(span, naxes - stride.shape[1], axis=1), stride], axis=1)
+    return np.where(stride == 0, span, stride)
 
 
 def _read_side(rows: Rows, nshards: int, resources: Resources) -> Side:
@@ -216,7 +216,7 @@ def _slabs_that_fit(
     holders = _most_holders(target)
     limits = np.full(len(tensors), resources.round_nbytes)
     while True:
-        slabs = cut_slabs(_slab_tensors(tensors, naxes, source, target, holders, limits, resources), naxes)
+        slabs = cut_slabs(_slab_tensors(tensors, naxes, source, target, holders, limits, resources))
         read = _loads(slabs.boxes, slabs.tensor, source)
         sent = Loads(read.slab, read.rank, read.nbytes * holders[slabs.tensor[read.slab]])
         loads = [read, _loads(slabs.boxes, slabs.tensor, target), sent]
@@ -241,31 +241,24 @@ def _slab_tensors(
     holders: Ints,
     limits: Ints,
     resources: Resources,
-) -> list[SlabTensor]:
-    """What the cut of each tensor depends on."""
-    own, in_order = np.flatnonzero(target.is_own), target.is_alone[target.array]
-    first_own = np.searchsorted(target.tensor[own], np.arange(len(tensors) + 1)).tolist()
-    found = []
-    for index, tensor in enumerate(tensors):
-        read = slice(int(source.first[index]), int(source.first[index + 1]))
-        written = own[first_own[index] : first_own[index + 1]]
-        sources = source.stored.boxes.take(read)
-        ordered = None
-        if resources.hashing:
-            rows = slice(int(target.first[index]), int(target.first[index + 1]))
-            hashed = np.flatnonzero(in_order[rows]) + rows.start
-            ordered = Boxes(*map(np.concatenate, zip(sources, target.stored.boxes.take(hashed), strict=True)))
-        found.append(
-            SlabTensor(
-                (1,) * (naxes - len(tensor.form.shape)) + tensor.form.shape,
-                Held(sources, source.stored.stride[read], source.rank[read]),
-                Held(target.stored.boxes.take(written), target.stored.stride[written], target.rank[written]),
-                ordered,
-                int(holders[index]),
-                max(int(limits[index]) - SPARE_NBYTES, 1),
-            )
-        )
-    return found
+) -> SlabTensors:
+    """What the cuts of the tensors depend on."""
+    own, in_order = np.flatnonzero(target.is_own), np.flatnonzero(target.is_alone[target.array])
+    read = Held(source.stored.boxes, source.stored.stride, source.rank, source.tensor)
+    written, tensor = target.stored.boxes, target.tensor
+    ordered = None
+    if resources.hashing:
+        boxes = Boxes(*map(np.concatenate, zip(read.boxes, written.take(in_order), strict=True)))
+        ordered = Ordered(boxes, np.concatenate([read.tensor, tensor[in_order]]))
+    shapes = [(1,) * (naxes - len(planned.form.shape)) + planned.form.shape for planned in tensors]
+    return SlabTensors(
+        np.array(shapes, np.int64).reshape(len(tensors), naxes),
+        read,
+        Held(written.take(own), target.stored.stride[own], target.rank[own], tensor[own]),
+        ordered,
+        holders,
+        np.maximum(limits - SPARE_NBYTES, 1),
+    )
 
 
 def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> Loads:

@@ -4,13 +4,14 @@ tensor   |--slab 0--|--slab 1--|--slab 2--|--...
 source   |----- rank 0 ------------|--- rank 1 ----         large boxes get slabs of their own
 """
 
-import math
-from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from reshard_mpi.boxes import Boxes, Ints
+from reshard_mpi.boxes import Boxes, Ints, equal_rows
 
 SPARE_NBYTES = 16  # a span may be moved by this much in its buffer to keep the alignment it has in its file
 
@@ -27,112 +28,155 @@ class Slabs(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Boxes of one tensor and the ranks that hold them; `stride`: bytes of the file per step along each axis."""
+    """Boxes, in bytes, and the ranks that hold them; row i is of tensor `tensor[i]`, and these rise.
+
+    `stride`: bytes of the file per step along each axis.
+    """
 
     boxes: Boxes
     stride: Ints
     rank: Ints
+    tensor: Ints
 
 
-class SlabTensor(NamedTuple):
-    """What the cut of one tensor depends on. Boxes are in bytes.
+class Ordered(NamedTuple):
+    """Boxes that must pass front to back, and the tensor of each."""
 
-    `ordered` are the boxes that must pass front to back; None: slabs are free. `copies`: the most ranks that a byte is sent
-    to. `limit_nbytes` is what a slab may cost any rank.
+    boxes: Boxes
+    tensor: Ints
+
+
+class SlabTensors(NamedTuple):
+    """What the cuts of tensors depend on: `shape` (ntensors, naxes) in bytes, numbers of shape (ntensors,).
+
+    Each tensor is read and written. `ordered` are the boxes that must pass front to back; None: slabs are free. `copies`: the
+    most ranks that a byte is sent to. `limit_nbytes` is what a slab may cost any rank.
     """
 
-    shape: tuple[int, ...]
+    shape: Ints
     read: Held
     written: Held
-    ordered: Boxes | None
-    copies: int
-    limit_nbytes: int
+    ordered: Ordered | None
+    copies: Ints
+    limit_nbytes: Ints
 
 
-def cut_slabs(tensors: Sequence[SlabTensor], naxes: int) -> Slabs:
+class _Cuts(NamedTuple):
+    """All indices before `axis[t]` being fixed, tensor t is cut into `nranges[t]` ranges of rows [low, high) of that axis."""
+
+    axis: Ints
+    nranges: Ints
+    low: Ints
+    high: Ints
+
+
+def cut_slabs(tensors: SlabTensors) -> Slabs:
     """The slabs of every tensor."""
-    start: list[Ints] = []
-    stop: list[Ints] = []
-    sequence: list[Ints] = []
-    count = []
-    nsequences = 0
-    for tensor in tensors:
-        axis, cuts = _cuts(tensor)
-        prefixes = np.indices(tensor.shape[:axis], np.int64).reshape(axis, -1).T if axis else np.zeros((1, 0), np.int64)
-        nslabs = len(prefixes) * (len(cuts) - 1)
-        low = np.zeros((nslabs, naxes), np.int64)
-        low[:, :axis] = np.repeat(prefixes, len(cuts) - 1, axis=0)
-        high = low + 1
-        high[:, axis + 1 :] = tensor.shape[axis + 1 :]
-        low[:, axis], high[:, axis] = np.tile(cuts[:-1], len(prefixes)), np.tile(cuts[1:], len(prefixes))
-        start.append(low)
-        stop.append(high)
-        if nslabs == 1:
-            numbered = np.zeros(1, np.int64)
-        elif tensor.ordered is None:
-            numbered = np.arange(nslabs)
-        elif len(prefixes) > 1:
-            numbered = np.zeros(nslabs, np.int64)
-        else:
-            # A slab that ends one band and begins the next ties the two together.
-            bands = np.intersect1d(_bands(tensor.ordered, axis), cuts[:-1])
-            numbered = np.searchsorted(bands, cuts[:-1], side="right") - 1
-        sequence.append(numbered + nsequences)
-        nsequences += int(numbered[-1]) + 1
-        count.append(nslabs)
-    return Slabs(
-        Boxes(*(np.concatenate(side) if side else np.empty((0, naxes), np.int64) for side in (start, stop))),
-        np.repeat(np.arange(len(count)), count),
-        np.concatenate(sequence) if sequence else np.empty(0, np.int64),
-    )
+    naxes = tensors.shape.shape[1]
+    cuts = _cuts(tensors)
+    is_fixed = np.arange(naxes) < cuts.axis[:, np.newaxis]
+    nprefixes = np.prod(np.where(is_fixed, tensors.shape, 1), axis=1)
+    nslabs = nprefixes * cuts.nranges
+    tensor = np.repeat(np.arange(len(nslabs)), nslabs)
+    within = np.arange(len(tensor)) - np.repeat(np.cumsum(nslabs) - nslabs, nslabs)
+    prefix, cut = np.divmod(within, cuts.nranges[tensor])
+    start, stop = np.zeros((len(tensor), naxes), np.int64), tensors.shape[tensor]
+    for axis in reversed(range(naxes)):
+        fixed = np.flatnonzero(is_fixed[tensor, axis])
+        prefix[fixed], start[fixed, axis] = np.divmod(prefix[fixed], stop[fixed, axis])
+        stop[fixed, axis] = start[fixed, axis] + 1
+    every, axis_of = np.arange(len(tensor)), cuts.axis[tensor]
+    cut += (np.cumsum(cuts.nranges) - cuts.nranges)[tensor]
+    start[every, axis_of], stop[every, axis_of] = cuts.low[cut], cuts.high[cut]
+    begins = within == 0
+    if tensors.ordered is None:
+        begins[:] = True
+    else:  # where there are prefixes, boxes go on from one to the next
+        free = np.flatnonzero((nslabs == cuts.nranges)[tensor])
+        begins[free] |= _cuts_no_box(tensors, cuts.axis, tensor[free], start[free, axis_of[free]])
+    return Slabs(Boxes(start, stop), tensor, np.cumsum(begins) - 1)
 
 
-def _cuts(tensor: SlabTensor) -> tuple[int, Ints]:
-    """The axis along which the tensor is cut, all indices before it being fixed, and where."""
-    nbytes = math.prod(tensor.shape)
-    if nbytes * tensor.copies <= tensor.limit_nbytes and _is_tight(tensor.read.boxes, tensor.read.stride, 0):
-        return 0, np.array([0, tensor.shape[0]], np.int64)
-    for axis in range(len(tensor.shape)):
-        row_nbytes = max(_busiest_row(tensor.read, axis) * tensor.copies, _busiest_row(tensor.written, axis))
-        if row_nbytes <= tensor.limit_nbytes:
-            break
-    source_starts = np.unique(tensor.read.boxes.start[:, axis]).tolist()
-    return axis, np.array(
-        _row_cuts(tensor.shape[axis], max(tensor.limit_nbytes // row_nbytes, 1), source_starts), np.int64
-    )
+def _cuts(tensors: SlabTensors) -> _Cuts:
+    """A tensor that fits is not cut; others along the first axis whose rows fit, else along the last one."""
+    shape, limit = tensors.shape, tensors.limit_nbytes
+    sent_limit = limit // tensors.copies
+    loose = np.zeros(len(shape), bool)
+    loose[tensors.read.tensor[~_is_tight(tensors.read)]] = True
+    fits = (np.prod(shape, axis=1) <= sent_limit) & ~loose
+    axis, most_rows = np.zeros(len(shape), np.int64), shape[:, 0].copy()
+    left = np.flatnonzero(~fits)
+    for candidate in range(shape.shape[1]):
+        read, written = (_busiest_rows(held, candidate, left, len(shape)) for held in (tensors.read, tensors.written))
+        axis[left], most_rows[left] = candidate, np.minimum(sent_limit[left] // read, limit[left] // written)
+        left = left[most_rows[left] == 0]
+    return _cut_rows(tensors, axis, np.maximum(most_rows, 1))
 
 
-def _is_tight(boxes: Boxes, stride: Ints, axis: int) -> bool:
-    """Are there no bytes of padding between the rows?"""
-    rows = np.prod(boxes.stop[:, axis + 1 :] - boxes.start[:, axis + 1 :], axis=1)
-    return bool(np.all(stride[:, axis] == rows))
+def _is_tight(held: Held) -> NDArray[np.bool_]:
+    """Are there no bytes of padding between the rows of the first axis?"""
+    rows = np.prod(held.boxes.stop[:, 1:] - held.boxes.start[:, 1:], axis=1)
+    return held.stride[:, 0] == rows
 
 
-def _busiest_row(held: Held, axis: int) -> int:
-    """The most bytes that one row of the axis costs a rank: of all its boxes that share the row, padding included."""
-    nboxes = len(held.rank)
-    edge = np.concatenate([held.boxes.start[:, axis], held.boxes.stop[:, axis]])
-    change = np.concatenate([held.stride[:, axis], -held.stride[:, axis]])
-    # Within a rank by row; where a box ends and the next begins, the end comes first.
-    order = np.lexsort((np.repeat([1, 0], nboxes), edge, np.tile(held.rank, 2)))
-    return int(np.cumsum(change[order]).max())
+def _busiest_rows(held: Held, axis: int, tensors: Ints, ntensors: int) -> Ints:
+    """Of each of the `tensors` the most bytes that one row of the axis costs a rank.
 
-
-def _bands(boxes: Boxes, axis: int) -> list[int]:
-    """The rows at which no box is cut in two: each band of rows between them can be moved by itself.
-
-    >>> _bands(Boxes(np.array([[0], [3], [2]]), np.array([[2], [5], [4]])), 0)
-    [0, 2]
+    That is of all its boxes that share the row, padding included.
     """
-    order = np.argsort(boxes.start[:, axis], kind="stable")
-    begins, ends = boxes.start[order, axis], np.maximum.accumulate(boxes.stop[order, axis])
-    return [0, *begins[1:][begins[1:] >= ends[:-1]].tolist()]
+    index = np.flatnonzero(np.isin(held.tensor, tensors))
+    tensor, rank, stride = held.tensor[index], held.rank[index], held.stride[index, axis]
+    first, holder = equal_rows(tensor, rank)
+    several = np.bincount(holder)[holder] > 1
+    most = np.zeros(ntensors, np.int64)
+    np.maximum.at(most, tensor[~several], stride[~several])
+    index, holder, stride = index[several], holder[several], stride[several]
+    edge = np.concatenate([held.boxes.start[index, axis], held.boxes.stop[index, axis]])
+    # By row; where a box ends and the next begins, the end comes first. After the last row of a rank nothing is left.
+    order = np.lexsort((np.repeat([1, 0], len(index)), edge, np.tile(holder, 2)))
+    running = np.cumsum(np.concatenate([stride, -stride])[order])
+    np.maximum.at(most, np.tile(held.tensor[index], 2)[order], running)
+    return most[tensors]
 
 
-def _row_cuts(nrows: int, most_rows: int, source_starts: Sequence[int]) -> list[int]:
+def _cut_rows(tensors: SlabTensors, axis: Ints, most_rows: Ints) -> _Cuts:
+    """Every tensor into ranges of at most so many rows of the axis."""
+    nrows = tensors.shape[np.arange(len(axis)), axis]
+    read = np.flatnonzero((most_rows < nrows)[tensors.read.tensor])
+    tensor = tensors.read.tensor[read]
+    starts = tensors.read.boxes.start[read, axis[tensor]]
+    first, _ = equal_rows(tensor, starts)
+    begins = np.searchsorted(tensor[first], np.arange(len(axis) + 1)).tolist()
+    source_starts = starts[first].tolist()
+    edges = [
+        _row_cuts(rows, most, tuple(source_starts[a:b]))
+        for rows, most, (a, b) in zip(nrows.tolist(), most_rows.tolist(), pairwise(begins), strict=True)
+    ]
+    nranges = np.array([len(cuts) - 1 for cuts in edges], np.int64)
+    low, high = (np.concatenate([cuts[part] for cuts in edges] or [nrows]) for part in (slice(-1), slice(1, None)))
+    return _Cuts(axis, nranges, low, high)
+
+
+def _cuts_no_box(tensors: SlabTensors, axis: Ints, tensor: Ints, row: Ints) -> NDArray[np.bool_]:
+    """Is no box that must pass in order on both sides of this row of the tensor's axis?
+
+    Where that is so, as many boxes have ended as have begun: the rows from there on can be moved by themselves.
+    """
+    assert tensors.ordered is not None
+    nrows = tensors.shape[np.arange(len(axis)), axis]
+    place = np.cumsum(nrows + 1) - nrows - 1  # rows of all tensors, one after the other, ends included
+    boxes, of = tensors.ordered
+    column = np.arange(len(of)), axis[of]
+    begun = np.searchsorted(np.sort(place[of] + boxes.start[column]), place[tensor] + row, side="left")
+    ended = np.searchsorted(np.sort(place[of] + boxes.stop[column]), place[tensor] + row, side="right")
+    return begun == ended
+
+
+@lru_cache(maxsize=64)  # the layers of a model repeat each other
+def _row_cuts(nrows: int, most_rows: int, source_starts: tuple[int, ...]) -> Ints:
     """Where to cut the rows into slabs of at most `most_rows`: where source boxes begin, large ones in equal parts.
 
-    >>> _row_cuts(20, 6, [0, 2, 4, 20])
+    >>> _row_cuts(20, 6, (0, 2, 4, 20)).tolist()
     [0, 4, 9, 14, 20]
     """
     cuts, reached = [0], 0
@@ -144,4 +188,4 @@ def _row_cuts(nrows: int, most_rows: int, source_starts: Sequence[int]) -> list[
             nslabs = -(-(stop - first) // most_rows)
             cuts += [first + (stop - first) * k // nslabs for k in range(1, nslabs + 1)] if nslabs > 1 else []
         reached = stop
-    return cuts if cuts[-1] == nrows else [*cuts, nrows]
+    return np.array(cuts if cuts[-1] == nrows else [*cuts, nrows], np.int64)

@@ -11,7 +11,7 @@ the whole tensor and (without padding on later axes) of every stored box too.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -79,7 +79,6 @@ class StoredBoxes:
         return meet(self.boxes.take(rows), slabs)
 
 
-@lru_cache(maxsize=64)  # the layers of a model repeat each other
 def byte_form(shape: tuple[int, ...], nbits: int, places: tuple[Place, ...], where: str = "tensor") -> ByteForm:
     """The tensor in bytes; InputError at `where` when a cut of a type narrower than a byte isn't on a byte boundary.
 
@@ -89,6 +88,11 @@ def byte_form(shape: tuple[int, ...], nbits: int, places: tuple[Place, ...], whe
     >>> form.shape, form.boxes.start.tolist(), form.boxes.stop.tolist()
     ((48,), [[0], [24]], [[24], [48]])
     """
+    return _byte_form(shape, nbits, places, where if nbits % 8 else "")
+
+
+@lru_cache(maxsize=64)  # the layers of a model repeat each other, whatever they are called
+def _byte_form(shape: tuple[int, ...], nbits: int, places: tuple[Place, ...], where: str) -> ByteForm:
     offset, extent, before, local = (
         np.array(part, np.int64).reshape(len(places), len(shape)) for part in zip(*places, strict=True)
     )
@@ -167,10 +171,17 @@ class _Column:
         )
 
 
-def padded_to(naxes: int, numbers: Ints, fill: int) -> Ints:
-    """`numbers` (n, k) with leading columns of `fill`, so that tensors of any number of axes share one array."""
-    missing = naxes - numbers.shape[1]
-    return np.concatenate([np.full((len(numbers), missing), fill), numbers], axis=1) if missing else numbers
+def stacked(naxes: int, tensors: Sequence[Ints], fill: int) -> Ints:
+    """The rows of arrays (n, k), one a tensor, as one array (n, naxes): with leading columns of `fill` where k is less.
+
+    >>> stacked(2, [np.array([[7], [8]]), np.array([[3, 4]])], 1).tolist()
+    [[1, 7], [1, 8], [3, 4]]
+    """
+    widths = np.repeat([numbers.shape[1] for numbers in tensors], [len(numbers) for numbers in tensors])
+    found = np.full((len(widths), naxes), fill, np.int64)
+    for width in np.unique(widths).tolist():
+        found[widths == width, naxes - width :] = np.concatenate([n for n in tensors if n.shape[1] == width])
+    return found
 
 
 def range_slabs(shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

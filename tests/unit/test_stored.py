@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.boxes import Boxes
 from reshard_mpi.errors import InputError
-from reshard_mpi.plan.stored import Place, StoredBoxes, byte_form, padded_to, range_slabs
+from reshard_mpi.plan.stored import Place, StoredBoxes, byte_form, range_slabs, stacked
 from tests.reference import dtypes
 from tests.reference.dice import Dice
 from tests.reference.fragments import slices
@@ -184,6 +184,15 @@ def test_slabs_of_a_byte_range_are_that_range_in_order(shape, data):
     assert len(slabs) <= 2 * len(shape)
 
 
-def test_columns_are_put_in_front():
-    assert padded_to(3, np.array([[7], [8]]), 1).tolist() == [[1, 1, 7], [1, 1, 8]]
-    assert padded_to(1, np.array([[7]]), 1).tolist() == [[7]]
+def test_tensors_are_stacked_with_columns_put_in_front():
+    one, two = np.array([[7], [8]]), np.array([[3, 4]])
+    assert stacked(3, [one], 1).tolist() == [[1, 1, 7], [1, 1, 8]]
+    assert stacked(2, [one, two, one[:0], one[:1]], 0).tolist() == [[0, 7], [0, 8], [3, 4], [0, 7]]
+    assert stacked(1, [one], 0).tolist() == one.tolist()
+    assert stacked(2, [], 0).shape == (0, 2)
+
+
+def test_equal_tensors_have_one_form_whatever_their_names():
+    place = Place((0, 0), (2, 3), (0, 0), (2, 3))
+    forms = [byte_form((2, 3), 16, (place,), f"tensor {n}") for n in range(3)]
+    assert forms[0] is forms[1] is forms[2]
