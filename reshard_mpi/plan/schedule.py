@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,45 +24,52 @@ def deal_rounds(loads: Sequence[Loads], sequence: Ints, nranks: int, round_nbyte
     `loads[0]` is what is read. Slabs of one sequence stay in order; the least busy reader is served first, and begun
     sequences before new ones. A round exceeds `round_nbytes` only when a single slab does.
     """
-    nslabs = len(sequence)
-    per_kind = [_by_slab(nslabs, load) for load in loads]
-    main_reader = [int(ranks[np.argmax(nbytes)]) for ranks, nbytes in per_kind[0]]
-    ends = np.flatnonzero(np.append(sequence[1:] != sequence[:-1], True)).tolist() if nslabs else []
+    costs = _by_slab(loads, len(sequence), nranks)
+    main_reader = _main_readers(loads[0]).tolist()
+    ends = np.flatnonzero(np.append(sequence[1:] != sequence[:-1], True)).tolist() if len(sequence) else []
     waiting: dict[int, list[tuple[int, int]]] = {}  # reader -> heap of (next slab, last slab of its sequence)
     for first, last in zip([0, *(slab + 1 for slab in ends)], ends, strict=False):
         heapq.heappush(waiting.setdefault(main_reader[first], []), (first, last))
     rounds, most = [], 0
     while waiting:
-        busy = [np.zeros(nranks, np.int64) for _ in per_kind]
+        busy = np.zeros(len(loads) * nranks, np.int64)
         members: list[int] = []
         open_readers = [(0, reader) for reader in sorted(waiting)]
         while open_readers:
             _, reader = heapq.heappop(open_readers)
             slab, last = waiting[reader][0]
-            parts = [kind[slab] for kind in per_kind]
-            if members and not _fits(busy, parts, round_nbytes):
+            place, nbytes = costs[slab]
+            with_it = busy[place] + nbytes
+            if members and with_it.max() > round_nbytes:
                 continue  # nothing more of this reader in this round
-            for load, (ranks, nbytes) in zip(busy, parts, strict=True):
-                load[ranks] += nbytes
+            busy[place] = with_it
             members.append(slab)
             heapq.heappop(waiting[reader])
             if slab < last:
                 following = main_reader[slab + 1]
                 if following not in waiting or (not waiting[following] and following != reader):
-                    heapq.heappush(open_readers, (int(busy[0][following]), following))
+                    heapq.heappush(open_readers, (int(busy[following]), following))
                 heapq.heappush(waiting.setdefault(following, []), (slab + 1, last))
             if waiting[reader]:
-                heapq.heappush(open_readers, (int(busy[0][reader]), reader))
+                heapq.heappush(open_readers, (int(busy[reader]), reader))
         waiting = {reader: heap for reader, heap in waiting.items() if heap}
         rounds.append(members)
-        most = max(most, *(int(load.max()) for load in busy))
+        most = max(most, int(busy.max()))
     return rounds, most
 
 
-def _fits(busy: Sequence[Ints], parts: Sequence[tuple[Ints, Ints]], round_nbytes: int) -> bool:
-    return all((load[ranks] + nbytes <= round_nbytes).all() for load, (ranks, nbytes) in zip(busy, parts, strict=True))
+def _by_slab(loads: Sequence[Loads], nslabs: int, nranks: int) -> list[tuple[Ints, Ints]]:
+    """What each slab costs: bytes, and where they count in an array of all ranks' loads of the first kind, the second, ..."""
+    slab = np.concatenate([load.slab for load in loads])
+    order = np.argsort(slab, kind="stable")
+    place = np.concatenate([kind * nranks + load.rank for kind, load in enumerate(loads)])[order]
+    nbytes = np.concatenate([load.nbytes for load in loads])[order]
+    first = np.searchsorted(slab[order], np.arange(nslabs + 1)).tolist()
+    return [(place[a:b], nbytes[a:b]) for a, b in pairwise(first)]
 
 
-def _by_slab(nslabs: int, load: Loads) -> list[tuple[Ints, Ints]]:
-    first = np.searchsorted(load.slab, np.arange(nslabs + 1)).tolist()
-    return [(load.rank[a:b], load.nbytes[a:b]) for a, b in zip(first, first[1:], strict=False)]
+def _main_readers(read: Loads) -> Ints:
+    """Of each slab the rank that reads most of it, of equals the first."""
+    order = np.lexsort((-read.nbytes, read.slab))
+    slab = read.slab[order]
+    return read.rank[order][np.append(True, slab[1:] != slab[:-1])[: len(slab)]]

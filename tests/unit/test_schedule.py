@@ -26,6 +26,14 @@ def free(count: int) -> np.ndarray:
         ("two readers side by side", [{0: 3}, {1: 3}, {0: 3}, {1: 3}], [0, 1, 2, 3], 3, [[0, 1], [2, 3]], 3),
         ("in order, whoever reads", [{0: 3}, {1: 3}], [0, 0], 3, [[0, 1]], 3),
         ("a slab beyond the budget has a round of its own", [{0: 1}, {0: 9}, {0: 1}], [0, 1, 2], 5, [[0], [1], [2]], 9),
+        (
+            "of a slab that two read, it is whoever reads most that is busy",
+            [{0: 1, 1: 4}, {1: 4}],
+            [0, 1],
+            5,
+            [[0], [1]],
+            4,
+        ),
         ("nothing", [], [], 5, [], 0),
     ],
 )
