@@ -32,6 +32,7 @@ MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
 # What all fragments of a logical tensor must say alike.
 IN_COMMON = ("fqn", "component_id", "role", "dtype", "global_shape", "tie_group_id")
 _in_common = attrgetter(*IN_COMMON)
+_member_index = attrgetter("replica.member_index")
 SHARD_NAME = re.compile(r"rank-(\d{5,6})\.(safetensors|h5)", re.ASCII)
 
 
@@ -244,9 +245,9 @@ def replica_groups(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:
     """Members of each declared replica group, by member_index; boxes without elements take no part."""
     groups: defaultdict[str, list[Fragment]] = defaultdict(list)
     for fragment in fragments:
-        if fragment.replica.member_count > 1 and fragment.has_elements:
+        if fragment.replica.member_count > 1 and 0 not in fragment.element_extent:
             groups[fragment.replica.group_id or ""].append(fragment)
-    return {group_id: sorted(members, key=lambda f: f.replica.member_index) for group_id, members in groups.items()}
+    return {group_id: sorted(members, key=_member_index) for group_id, members in groups.items()}
 
 
 def _replica_faults(fragments: Sequence[Fragment], found: Findings) -> Iterator[ReshardError]:
@@ -284,9 +285,17 @@ def _replica_faults(fragments: Sequence[Fragment], found: Findings) -> Iterator[
 
 def distinct_boxes(tensor: Sequence[Fragment]) -> list[Fragment]:
     """The fragments with elements; of each replica group the first member."""
-    first = {group_id: members[0] for group_id, members in replica_groups(tensor).items()}
+    first: dict[str, Fragment] = {}
+    for fragment in tensor:
+        replica = fragment.replica
+        if replica.member_count > 1 and 0 not in fragment.element_extent:
+            known = first.setdefault(replica.group_id or "", fragment)
+            if replica.member_index < known.replica.member_index:
+                first[replica.group_id or ""] = fragment
     return [
-        f for f in tensor if f.has_elements and (f.replica.member_count == 1 or f is first[f.replica.group_id or ""])
+        f
+        for f in tensor
+        if 0 not in f.element_extent and (f.replica.member_count == 1 or f is first[f.replica.group_id or ""])
     ]
 
 

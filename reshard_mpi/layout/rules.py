@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard_mpi.boxes import Ints, array_split_part, chunk
-from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Rule, Stages, by_tensor
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Coordinates, Fragment, Layout, Rule, Stages, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 from reshard_mpi.errors import InputError, ReshardError, names
 
@@ -44,7 +45,7 @@ class Stacks:
 
     def __init__(self, fqns: Iterable[str]):
         self._depth: defaultdict[tuple[str, str], int] = defaultdict(int)
-        for fqn in fqns:
+        for fqn in set(fqns):
             for axis in NUMBERED:
                 prefix, number = self._parse(axis, fqn)
                 if number is not None:
@@ -146,13 +147,17 @@ class Undetermined:
 
 
 def _inferred_rules(source: Mesh, fragments: Sequence[Fragment]) -> Mapping[str, Rule | Undetermined]:
-    axes = list(source.split_axes)
     holders: defaultdict[MeshTuple, list[Box]] = defaultdict(list)
     for fragment in fragments:
-        coordinates = {canonical(axis): index for axis, index in fragment.topology_coordinates}
-        holders[tuple(coordinates[axis] for axis in axes)].append(fragment.box)
+        holders[_mesh_tuple(fragment.topology_coordinates, source)].append(fragment.box)
     held = tuple(sorted((where, tuple(sorted(boxes))) for where, boxes in holders.items()))
     return infer_rules(tuple(source.split_axes.items()), held)
+
+
+@lru_cache(maxsize=1 << 16)  # every tensor of a rank has them
+def _mesh_tuple(coordinates: Coordinates, mesh: Mesh) -> MeshTuple:
+    index_of = {canonical(axis): index for axis, index in coordinates}
+    return tuple(index_of[axis] for axis in mesh.split_axes)
 
 
 @lru_cache(maxsize=4096)  # the layers of a model repeat each other
@@ -220,53 +225,73 @@ def _axes_followed(lines: list[Line]) -> set[int]:
     return followed
 
 
-def target_boxes(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> list[tuple[int, Box]]:
-    """(rank, box) of every target rank that holds the tensor, by rank; parts without elements included."""
-    ranks, offset, extent = boxes_of(tensor, rules, target, stacks)
-    return [
+class Placement(NamedTuple):
+    """All that decides which ranks of a mesh hold a tensor of `shape`, and which box of it; equal for many tensors.
+
+    `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it.
+    """
+
+    shape: tuple[int, ...]
+    splits: tuple[tuple[str, int], ...]
+    stages: tuple[tuple[str, tuple[int, ...]], ...]
+    mesh: Mesh
+
+
+def placement_of(tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: Stacks) -> Placement:
+    splits, stages = [], []
+    for axis, size in mesh.split_axes.items():
+        rule = rules[axis]
+        if isinstance(rule, Stages):
+            stages.append((axis, tuple(sorted(_stages(axis, size, rule, tensor, stacks)))))
+        elif isinstance(rule, int):
+            splits.append((axis, rule))
+    return Placement(tensor.shape, tuple(splits), tuple(stages), mesh)
+
+
+@lru_cache(maxsize=64)
+def target_boxes(placement: Placement) -> tuple[tuple[int, Box], ...]:
+    """(rank, box) of every rank that holds the tensor, by rank; parts without elements included."""
+    ranks, offset, extent = boxes_of(placement)
+    return tuple(
         (rank, (tuple(start), tuple(size)))
         for rank, start, size in zip(ranks.tolist(), offset.tolist(), extent.tolist(), strict=True)
-    ]
+    )
 
 
-def boxes_of(tensor: Tensor, rules: Mapping[str, Rule], target: Mesh, stacks: Stacks) -> tuple[Ints, Ints, Ints]:
+def boxes_of(placement: Placement) -> tuple[Ints, Ints, Ints]:
     """As `target_boxes`, in arrays: ranks (n,), offsets (n, naxes), extents (n, naxes)."""
-    stages = {
-        axis: tuple(sorted(_stages(axis, size, rule, tensor, stacks)))
-        for axis, size in target.split_axes.items()
-        if isinstance(rule := rules[axis], Stages)
-    }
-    splits = {axis: rule for axis in target.split_axes if isinstance(rule := rules[axis], int)}
-    return _mesh_boxes(tensor.shape, tuple(splits.items()), tuple(stages.items()), target)
+    offset, extent = _all_boxes(placement.shape, placement.splits, placement.mesh)
+    coordinates = _coordinates(placement.mesh)
+    holds = np.ones(placement.mesh.size, bool)
+    for axis, held in placement.stages:
+        holds &= np.isin(coordinates[axis], held)
+    ranks = np.flatnonzero(holds)
+    return ranks, offset[ranks], extent[ranks]
 
 
 @lru_cache(maxsize=64)  # the layers of a model repeat each other
-def _mesh_boxes(
-    shape: tuple[int, ...],
-    splits: tuple[tuple[str, int], ...],
-    stages: tuple[tuple[str, tuple[int, ...]], ...],
-    mesh: Mesh,
-) -> tuple[Ints, Ints, Ints]:
-    """Which ranks of the mesh hold a tensor of `shape`, and which box: ranks (n,), offsets (n, naxes), extents (n, naxes).
+def _all_boxes(shape: tuple[int, ...], splits: tuple[tuple[str, int], ...], mesh: Mesh) -> tuple[Ints, Ints]:
+    """The box that a rank holds, if it holds any: offsets and extents (mesh.size, naxes).
 
-    `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it.
     Parts are cut as by `torch.chunk`; mesh axes on one tensor axis nest.
     """
-    sizes = dict(mesh.axes)
-    coordinates = dict(zip(sizes, np.unravel_index(np.arange(mesh.size), tuple(sizes.values()) or (1,)), strict=False))
-    holds = np.ones(mesh.size, bool)
-    for axis, held in stages:
-        holds &= np.isin(coordinates[axis], held)
-    ranks = np.flatnonzero(holds)
-    offset = np.zeros((len(ranks), len(shape)), np.int64)
-    extent = np.tile(np.array(shape, np.int64), (len(ranks), 1))
-    tensor_axis_of = dict(splits)
+    sizes, coordinates, tensor_axis_of = dict(mesh.axes), _coordinates(mesh), dict(splits)
+    offset = np.zeros((mesh.size, len(shape)), np.int64)
+    extent = np.tile(np.array(shape, np.int64), (mesh.size, 1))
     for axis in nesting_order(tensor_axis_of):
         column = tensor_axis_of[axis]
-        start, stop = chunk(extent[:, column], sizes[axis], coordinates[axis][ranks])
+        start, stop = chunk(extent[:, column], sizes[axis], coordinates[axis])
         offset[:, column] += start
         extent[:, column] = stop - start
-    return ranks, offset, extent
+    return offset, extent
+
+
+@lru_cache(maxsize=4)
+def _coordinates(mesh: Mesh) -> dict[str, Ints]:
+    """Of every rank the index on each mesh axis."""
+    sizes = dict(mesh.axes)
+    indices = np.unravel_index(np.arange(mesh.size), tuple(sizes.values()) or (1,))
+    return dict(zip(sizes, indices, strict=False))
 
 
 def _stages(axis: str, size: int, rule: Stages, tensor: Tensor, stacks: Stacks) -> set[int]:

@@ -3,9 +3,12 @@
 Nothing here knows bytes, files or MPI: arrays are named and shaped, and stored later.
 """
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,6 +20,7 @@ from reshard_mpi.checkpoint.manifest import (
     CASE_FILE,
     ORACLE_FILE,
     Case,
+    Coordinates,
     Fragment,
     Layout,
     Padding,
@@ -26,13 +30,14 @@ from reshard_mpi.checkpoint.manifest import (
 )
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import InputError
-from reshard_mpi.layout.rules import Box, Stacks, Tensor, partition_axes, target_boxes
+from reshard_mpi.layout.rules import Box, Stacks, Tensor, partition_axes, placement_of, target_boxes
 
 MOST_EVIDENCE = 64
+PAIRS_AT_ONCE = 1 << 20  # of source and target boxes
+ALONE = Replica(None, 1, 0)
 
 
-@dataclass(frozen=True)
-class TargetArray:
+class TargetArray(NamedTuple):
     """One stored array of a target shard: the whole `box` of a tensor, in the shard of `rank`, under `key`."""
 
     rank: int
@@ -92,44 +97,42 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
     """The case that holds the `included` tensors of `case` in the `target` topology."""
     keys = payload_keys(case)
     stacks = Stacks(fragment.fqn for fragment in case.fragments)
-    tensors = {
-        tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in included
-    }
+    kept = set(included)
+    tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in kept}
     stored_as = _shared_tensors(tensors)
-    held: dict[str, list[tuple[int, Box]]] = {
-        tensor_id: target_boxes(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout[tensor_id], target, stacks)
+    held = {
+        tensor_id: target_boxes(
+            placement_of(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout[tensor_id], target, stacks)
+        )
         for tensor_id, f in tensors.items()
     }
     on_rank = {(rank, tensor_id): box for tensor_id, boxes in held.items() for rank, box in boxes}
     evidence = _evidence(case.case_id, tensors, held)
+    ranks = [_on_rank(target, rank) for rank in range(target.size)]
     fragments: list[Fragment] = []
     array_of_fragment: list[tuple[int, str]] = []
     aliases: defaultdict[int, dict[str, str]] = defaultdict(dict)
     sharing: set[tuple[int, str]] = set()
     for tensor_id, boxes in held.items():
-        holders: defaultdict[Box, list[int]] = defaultdict(list)
-        for rank, box in boxes:
-            holders[box].append(rank)
-        axes = partition_axes(layout[tensor_id], target)
-        kept = stored_as.get(tensor_id, tensor_id)
-        for rank, box in boxes:
-            keeper = kept if on_rank.get((rank, kept)) == box else tensor_id
+        like, axes = tensors[tensor_id][0], partition_axes(layout[tensor_id], target)
+        keeper_id = stored_as.get(tensor_id, tensor_id)
+        for (rank, box), replica in zip(boxes, _replicas(tensor_id, boxes), strict=True):
+            keeper = keeper_id if on_rank.get((rank, keeper_id)) == box else tensor_id
             if keeper != tensor_id:
                 aliases[rank][keys[tensor_id]] = keys[keeper]
                 sharing |= {(rank, tensor_id), (rank, keeper)}
             array_of_fragment.append((rank, keeper))
             fragments.append(
-                _fragment(
-                    tensors[tensor_id][0], rank, box, holders[box], axes, keys[keeper], target, evidence[tensor_id, box]
-                )
+                _fragment(like, rank, ranks[rank], box, replica, axes, keys[keeper], evidence[tensor_id, box])
             )
     arrays = _arrays(tensors, on_rank, set(array_of_fragment), keys)
     position = {(array.rank, array.tensor_id): index for index, array in enumerate(arrays)}
+    holder = [rank for rank, _ in array_of_fragment]
     order = sorted(
         range(len(fragments)),
-        key=lambda i: (fragments[i].rank, fragments[i].logical_tensor_id, fragments[i].element_offset),
+        key=lambda i: (holder[i], fragments[i].logical_tensor_id, fragments[i].element_offset),
     )
-    for i in order:
+    for i in order if sharing else ():
         rank, keeper = array_of_fragment[i]
         if (rank, fragments[i].logical_tensor_id) in sharing:
             fragments[i] = msgspec.structs.replace(fragments[i], shared_storage_id=f"{keeper}|r{rank}")
@@ -152,20 +155,42 @@ def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:
     return same
 
 
+class _Rank(NamedTuple):
+    """What all fragments of a target rank say alike."""
+
+    file: str
+    digest_ref: str
+    coordinates: Coordinates
+
+
+def _on_rank(target: Mesh, rank: int) -> _Rank:
+    file = f"rank-{rank:05d}.safetensors"
+    coordinates = tuple(sorted({**target.coordinates(rank), "rank": rank}.items()))
+    return _Rank(file, f"source-digest:{file}", coordinates)
+
+
+def _replicas(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Replica]:
+    """Of each box which replica it is: of as many as there are ranks that hold it, in their order."""
+    count, met = Counter(box for _, box in boxes), Counter[Box]()
+    for _, box in boxes:
+        if count[box] > 1 and 0 not in box[1]:
+            yield Replica(f"{tensor_id}@{','.join(map(str, box[0]))}", count[box], met[box])
+            met[box] += 1
+        else:
+            yield ALONE
+
+
 def _fragment(
     like: Fragment,
     rank: int,
+    on_rank: _Rank,
     box: Box,
-    holders: Sequence[int],
+    replica: Replica,
     axes: tuple[int, ...],
     key: str,
-    target: Mesh,
     evidence: tuple[str, ...],
 ) -> Fragment:
     offset, extent = box
-    none = (0,) * len(extent)
-    file = f"rank-{rank:05d}.safetensors"
-    replicated = len(holders) > 1 and 0 not in extent
     return Fragment(
         fragment_id=f"{like.logical_tensor_id}|r{rank}",
         logical_tensor_id=like.logical_tensor_id,
@@ -176,20 +201,23 @@ def _fragment(
         element_offset=offset,
         element_extent=extent,
         local_shape=extent,
-        padding=Padding(none, none, "none"),
+        padding=_no_padding(len(extent)),
         dtype=like.dtype,
-        payload_file=file,
+        payload_file=on_rank.file,
         payload_key=key,
-        topology_coordinates=tuple(sorted({**target.coordinates(rank), "rank": rank}.items())),
-        replica=Replica(f"{like.logical_tensor_id}@{','.join(map(str, offset))}", len(holders), holders.index(rank))
-        if replicated
-        else Replica(None, 1, 0),
+        topology_coordinates=on_rank.coordinates,
+        replica=replica,
         partition_axes=axes,
-        shard_file_id=file,
-        shard_digest_ref=f"source-digest:{file}",
+        shard_file_id=on_rank.file,
+        shard_digest_ref=on_rank.digest_ref,
         tie_group_id=like.tie_group_id,
         evidence_refs=evidence,
     )
+
+
+@lru_cache
+def _no_padding(naxes: int) -> Padding:
+    return Padding((0,) * naxes, (0,) * naxes, "none")
 
 
 def _arrays(
@@ -204,36 +232,56 @@ def _arrays(
         for rank, tensor_id in sorted(kept)
     ]
     for array in arrays:
-        nbytes_of(
-            int(np.prod(array.shape, dtype=object)),
-            DTYPES[array.dtype],
-            f"tensor {array.tensor_id} on target rank {array.rank}",
-        )
+        if DTYPES[array.dtype].nbits % 8:  # others fill whole bytes in any case
+            where = f"tensor {array.tensor_id} on target rank {array.rank}"
+            nbytes_of(math.prod(array.shape), DTYPES[array.dtype], where)
     return sorted(arrays, key=lambda array: (array.rank, -DTYPES[array.dtype].nbits, array.key))
 
 
 def _evidence(
-    case_id: str, tensors: Mapping[str, list[Fragment]], held: Mapping[str, list[tuple[int, Box]]]
+    case_id: str, tensors: Mapping[str, list[Fragment]], held: Mapping[str, Sequence[tuple[int, Box]]]
 ) -> dict[tuple[str, Box], tuple[str, ...]]:
     """For each target box the references to the source fragments that it is made of."""
     found: dict[tuple[str, Box], tuple[str, ...]] = {}
+    sides: list[tuple[str, list[Fragment], set[Box]]] = []
+    npairs = 0
     for tensor_id, fragments in tensors.items():
-        sources, targets = distinct_boxes(fragments), sorted({box for _, box in held[tensor_id]})
-        naxes = len(fragments[0].global_shape)
-        a, b = _boxes([f.box for f in sources], naxes), _boxes(targets, naxes)
-        meets = np.flatnonzero(b.nonempty)
-        j, i = join(b.take(meets), a, np.zeros(len(meets), np.int64), np.zeros(len(sources), np.int64))
-        used: defaultdict[int, list[str]] = defaultdict(list)
-        for target_index, source_index in zip(meets[j].tolist(), i.tolist(), strict=True):
-            used[target_index].append(f"{case_id}#{sources[source_index].fragment_id}")
-        for index, box in enumerate(targets):
-            refs = sorted(used[index])
-            found[tensor_id, box] = tuple(refs) if len(refs) <= MOST_EVIDENCE else (f"{case_id}#*",)
+        sides.append((tensor_id, distinct_boxes(fragments), {box for _, box in held[tensor_id]}))
+        npairs += len(sides[-1][1]) * len(sides[-1][2])
+        if npairs > PAIRS_AT_ONCE:
+            found.update(_evidence_of(case_id, sides))
+            sides, npairs = [], 0
+    found.update(_evidence_of(case_id, sides))
     return found
 
 
+def _evidence_of(
+    case_id: str, sides: Sequence[tuple[str, list[Fragment], set[Box]]]
+) -> Iterator[tuple[tuple[str, Box], tuple[str, ...]]]:
+    """Of some tensors, of which all source and target boxes are given."""
+    sources = [fragment for _, fragments, _ in sides for fragment in fragments]
+    targets = [(tensor_id, box) for tensor_id, _, boxes in sides for box in boxes]
+    number = np.arange(len(sides))
+    of_source, of_target = (np.repeat(number, [len(side[column]) for side in sides]) for column in (1, 2))
+    naxes = max((len(box[0]) for _, box in targets), default=0)
+    a, b = _boxes([fragment.box for fragment in sources], naxes), _boxes([box for _, box in targets], naxes)
+    meets = np.flatnonzero(b.nonempty)
+    j, i = join(b.take(meets), a, of_target[meets], of_source)
+    count = np.bincount(meets[j], minlength=len(targets))
+    few = np.flatnonzero(count[meets[j]] <= MOST_EVIDENCE)
+    used: list[list[str]] = [[] for _ in targets]
+    for target, source in zip(meets[j[few]].tolist(), i[few].tolist(), strict=True):
+        used[target].append(f"{case_id}#{sources[source].fragment_id}")
+    for target, refs, nrefs in zip(targets, used, count.tolist(), strict=True):
+        yield target, tuple(sorted(refs)) if nrefs <= MOST_EVIDENCE else (f"{case_id}#*",)
+
+
 def _boxes(boxes: Sequence[Box], naxes: int) -> Boxes:
-    offset, extent = (np.array([box[side] for box in boxes], np.int64).reshape(len(boxes), naxes) for side in (0, 1))
+    """Boxes of tensors of up to `naxes` axes; where there are fewer, the last ones are [0, 1)."""
+    offset, extent = (
+        np.array([box[side] + (fill,) * (naxes - len(box[side])) for box in boxes], np.int64).reshape(len(boxes), naxes)
+        for side, fill in ((0, 0), (1, 1))
+    )
     return Boxes(offset, offset + extent)
 
 

@@ -5,7 +5,7 @@ Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` 
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import Place, byte_form
 from reshard_mpi.storage.digests import digest_row
 from reshard_mpi.storage.safetensors import StoredArray, build_header
-from reshard_mpi.storage.source import Source, located
+from reshard_mpi.storage.source import Source, located, no_garbage_collection
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def select_tensors(case: Case, selection: Selection) -> list[str]:
     return kept
 
 
+@no_garbage_collection()
 def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, list[ReshardError]]:
     """The case to write, or why there can't be one."""
     try:
@@ -94,6 +95,7 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     return None, faults
 
 
+@no_garbage_collection()
 def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepared:
     """The job for these ranks and buffers. The source must be free of faults."""
     case = source.case
@@ -104,28 +106,38 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         for tensor_id, fragments in by_tensor(case.fragments).items()
         if tensor_id in kept and 0 not in fragments[0].global_shape
     }
-    chosen = _choose_sources(source, tensors)
+    shard_of = {fragment.payload_file: fragment.rank for fragment in case.fragments}
+    chosen = _choose_sources(source, tensors, shard_of)
     source_keys = sorted(
-        {(f.rank, _array_of(source, f).begin, f.payload_key) for fragments in chosen.values() for f in fragments}
+        {
+            (f.payload_file, _array_of(source, f).begin, f.payload_key)
+            for fragments in chosen.values()
+            for f in fragments
+        }
     )
-    source_index = {(rank, key): index for index, (rank, _, key) in enumerate(source_keys)}
+    source_index = {(file, key): index for index, (file, _, key) in enumerate(source_keys)}
     target_rows: defaultdict[str, list[int]] = defaultdict(list)
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:
             target_rows[array.tensor_id].append(index)
     planned = [
-        _planned(fragments, [source_index[f.rank, f.payload_key] for f in fragments], outgoing, target_rows[tensor_id])
+        _planned(
+            fragments,
+            [source_index[f.payload_file, f.payload_key] for f in fragments],
+            outgoing,
+            target_rows[tensor_id],
+        )
         for tensor_id, fragments in sorted(chosen.items())
         if target_rows[tensor_id]
     ]
     stored_in: dict[int, list[Fragment]] = defaultdict(list)
     for fragment in case.fragments:
-        stored_in[source_index.get((fragment.rank, fragment.payload_key), -1)].append(fragment)
+        stored_in[source_index.get((fragment.payload_file, fragment.payload_key), -1)].append(fragment)
     fragments_of = tuple(tuple(stored_in[index]) for index in range(len(source_keys)))
-    source_table = _source_table(source, source_keys, fragments_of)
+    source_table = _source_table(source, shard_of, fragments_of)
     nshards = (case.world_size, outgoing.nranks)
     plan = make_plan(planned, source_table, _target_table(outgoing, spans), nshards, resources)
-    file_names = {fragment.rank: fragment.payload_file for fragment in case.fragments}
+    file_names = {rank: file for file, rank in shard_of.items()}
     return Prepared(
         outgoing,
         files,
@@ -154,21 +166,25 @@ def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[Store
     return tuple(files), spans
 
 
-def _choose_sources(source: Source, tensors: dict[str, list[Fragment]]) -> dict[str, list[Fragment]]:
+def _choose_sources(
+    source: Source, tensors: Mapping[str, list[Fragment]], shard_of: Mapping[str, int]
+) -> dict[str, list[Fragment]]:
     """Of each box the fragment to be read: one member of each replica group, so that shards are read about equally."""
     groups = replica_groups([fragment for fragments in tensors.values() for fragment in fragments])
-    boxes = [
-        (tensor_id, fragment) for tensor_id, fragments in tensors.items() for fragment in distinct_boxes(fragments)
-    ]
-    members = [groups[f.replica.group_id or ""] if f.replica.member_count > 1 else [f] for _, f in boxes]
-    position = choose_members(
-        [_array_of(source, fragment).nbytes for _, fragment in boxes],
-        [[member.rank for member in group] for group in members],
-        source.case.world_size,
-    )
+    ids, members = [], []
+    for tensor_id, fragments in tensors.items():
+        for fragment in distinct_boxes(fragments):
+            ids.append(tensor_id)
+            members.append(groups[fragment.replica.group_id or ""] if fragment.replica.member_count > 1 else [fragment])
+    candidates = [fragment for group in members for fragment in group]
+    nbytes = np.array([_array_of(source, group[0]).nbytes for group in members], np.int64)
+    first = np.cumsum([0, *map(len, members)])
+    shard = np.array([shard_of[fragment.payload_file] for fragment in candidates], np.int64)
     chosen: defaultdict[str, list[Fragment]] = defaultdict(list)
-    for (tensor_id, _), group, index in zip(boxes, members, position, strict=True):
-        chosen[tensor_id].append(group[index])
+    for tensor_id, index in zip(
+        ids, choose_members(nbytes, first, shard, source.case.world_size).tolist(), strict=True
+    ):
+        chosen[tensor_id].append(candidates[index])
     return chosen
 
 
@@ -185,11 +201,11 @@ def _planned(
 
 
 def _source_table(
-    source: Source, keys: Sequence[tuple[int, int, str]], fragments_of: Sequence[Sequence[Fragment]]
+    source: Source, shard_of: Mapping[str, int], fragments_of: Sequence[Sequence[Fragment]]
 ) -> ArrayTable:
-    file = np.array([rank for rank, _, _ in keys], np.int64)
-    begin = np.array([begin for _, begin, _ in keys], np.int64)
-    nbytes = np.array([_array_of(source, fragments[0]).nbytes for fragments in fragments_of], np.int64)
+    arrays = [_array_of(source, fragments[0]) for fragments in fragments_of]
+    file = np.array([shard_of[fragments[0].payload_file] for fragments in fragments_of], np.int64)
+    begin, nbytes = (np.array([getattr(array, name) for array in arrays], np.int64) for name in ("begin", "nbytes"))
     digests = [
         next((f.fragment_digest for f in fragments if f.fragment_digest is not None), None)
         for fragments in fragments_of

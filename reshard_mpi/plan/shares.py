@@ -9,7 +9,6 @@ contribute are divided between these ranks in proportion:
 """
 
 import heapq
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,19 +58,24 @@ def deal_to_least(nbytes: Ints, nranks: int, busy: Ints | None = None) -> Ints:
     return rank_of
 
 
-def choose_members(nbytes: Sequence[int], candidates: Sequence[Sequence[int]], nshards: int) -> list[int]:
-    """For each box the position, in `candidates`, of the shard to read it from, so that all shards are read about equally.
+def choose_members(nbytes: Ints, first: Ints, shard: Ints, nshards: int) -> Ints:
+    """For each box the candidate to be read, so that all shards are read about equally.
 
-    `candidates[i]` are the shards that hold box i; where there is a choice, the largest boxes choose first.
+    Candidates `first[i]:first[i + 1]` hold box i, candidate c in `shard[c]`; where there is a choice, the largest boxes choose
+    first.
 
-    >>> choose_members([4, 4, 4], [[0], [0, 1], [0, 1]], 2)
-    [0, 1, 0]
+    >>> choose_members(np.array([4, 4, 4]), np.array([0, 1, 3, 5]), np.array([0, 0, 1, 0, 1]), 2).tolist()
+    [0, 2, 3]
     """
-    load = [0] * nshards
-    chosen = [0] * len(nbytes)
-    for i in sorted(range(len(nbytes)), key=lambda i: (len(candidates[i]) > 1, -nbytes[i], i)):
-        chosen[i] = min(range(len(candidates[i])), key=lambda k: (load[candidates[i][k]], k))
-        load[candidates[i][chosen[i]]] += nbytes[i]
+    chosen, alone = first[:-1].copy(), np.diff(first) == 1
+    load = np.zeros(nshards, np.int64)
+    np.add.at(load, shard[chosen[alone]], nbytes[alone])
+    choosing = np.flatnonzero(~alone)
+    for box in choosing[np.argsort(-nbytes[choosing], kind="stable")].tolist():
+        candidates = shard[first[box] : first[box + 1]]
+        position = int(np.argmin(load[candidates]))
+        load[candidates[position]] += nbytes[box]
+        chosen[box] += position
     return chosen
 
 
@@ -84,13 +88,14 @@ def equal_shares(stored: StoredBoxes, order: Ints, nranks: int) -> Shares:
     """Boxes, taken in `order`, dealt in runs of equal bytes; those at the ends of a run are cut between two rows."""
     nbytes = stored.boxes.volume[order]
     ends = np.cumsum(nbytes)
-    row, start, stop, rank = [], [], [], []
     total = int(ends[-1]) if len(ends) else 0
     limits = [total * (k + 1) // nranks for k in range(nranks)]
     first_rank = np.searchsorted(limits, ends - nbytes, side="right")
     last_rank = np.minimum(np.searchsorted(limits, ends - 1, side="right"), nranks - 1)
+    whole = first_rank == last_rank
+    row, start, stop, rank = [], [], [], []
     leading_axes = stored.leading_axes
-    for index in range(len(order)):
+    for index in np.flatnonzero(~whole).tolist():
         box, low, high = order[index], int(first_rank[index]), int(last_rank[index])
         axis = int(leading_axes[box])
         edge = int(stored.boxes.start[box, axis])
@@ -105,10 +110,12 @@ def equal_shares(stored: StoredBoxes, order: Ints, nranks: int) -> Shares:
                 row.append(int(box))
                 rank.append(r)
             edge = max(edge, upto)
+    uncut = order[whole]
+    boxes = Boxes(*(np.array(side, np.int64).reshape(-1, stored.naxes) for side in (start, stop)))
     shares = Shares(
-        np.array(row, np.int64),
-        Boxes(*(np.array(side, np.int64).reshape(-1, stored.naxes) for side in (start, stop))),
-        np.array(rank, np.int64),
+        np.concatenate([uncut, np.array(row, np.int64)]),
+        Boxes(*map(np.concatenate, zip(stored.boxes.take(uncut), boxes, strict=True))),
+        np.concatenate([first_rank[whole], np.array(rank, np.int64)]),
     )
     return _sorted(shares)
 

@@ -2,21 +2,24 @@
 
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard_mpi.boxes import Ints
+from reshard_mpi.boxes import Ints, equal_rows
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Rule
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import UsageError, plural
-from reshard_mpi.layout.rules import Stacks, Tensor, boxes_of, default_rule
+from reshard_mpi.layout.rules import Placement, Stacks, Tensor, boxes_of, default_rule, placement_of
 from reshard_mpi.plan.plan import ArrayTable, Plan, plan_arrays
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
-from reshard_mpi.plan.stored import byte_form_of_arrays
+from reshard_mpi.plan.shares import choose_members
+from reshard_mpi.plan.stored import ByteForm, byte_form_of_arrays
 from reshard_mpi.report import size_text, topology_text
 
 DTYPE = "bfloat16"
@@ -102,36 +105,71 @@ def simulate(name: str, source: Mesh, target: Mesh, resources: Resources) -> dic
     }
 
 
+class _Distinct(NamedTuple):
+    """The boxes of a tensor, each once: of the `ranks` the first `nholders[0]` hold the first box, and so on."""
+
+    offset: Ints
+    extent: Ints
+    ranks: Ints
+    nholders: Ints
+
+
 def _plan(
     tensors: list[tuple[str, tuple[int, ...], dict[str, Rule]]], source: Mesh, target: Mesh, resources: Resources
 ) -> Plan:
     stacks = Stacks(fqn for fqn, _, _ in tensors)
-    columns: tuple[list[Ints], list[Ints]] = ([], [])  # (rank, tensor, nbytes) of the arrays of either side
-    forms = []
-    for number, (fqn, shape, rules) in enumerate(tensors):
-        tensor = Tensor(fqn, fqn, shape)
-        boxes = []
-        for side, mesh in enumerate((source, target)):
-            ranks, offset, extent = boxes_of(tensor, _complete(rules, mesh, tensor, stacks), mesh, stacks)
-            if side == 0:  # one member of each replica group is read
-                _, first = np.unique(offset, axis=0, return_index=True)
-                ranks, offset, extent = ranks[first], offset[first], extent[first]
-            kept = np.flatnonzero(np.all(extent > 0, axis=1))
-            ranks, offset, extent = ranks[kept], offset[kept], extent[kept]
-            nbytes = np.prod(extent, axis=1) * DTYPES[DTYPE].nbits // 8
-            columns[side].append(np.column_stack([ranks, np.full(len(ranks), number), nbytes]))
-            boxes.append((offset, extent))
-        offset, extent = (np.concatenate(both) for both in zip(*boxes, strict=True))
-        form = byte_form_of_arrays(shape, DTYPES[DTYPE].nbits, offset, extent, np.zeros_like(offset), extent)
-        forms.append((form, len(boxes[0][0])))
-    tables, numbers = zip(*(_table(np.concatenate(rows)) for rows in columns), strict=True)
-    planned, used = [], [0, 0]
-    for form, nsources in forms:
-        counts = nsources, len(form.lead) - nsources
-        mine = [numbers[side][used[side] : used[side] + counts[side]] for side in (0, 1)]
-        planned.append(PlannedTensor(form, *mine))
-        used = [a + b for a, b in zip(used, counts, strict=True)]
-    return make_plan(planned, tables[0], tables[1], (source.size, target.size), resources)
+    placements = [
+        [_placement(Tensor(fqn, fqn, shape), rules, mesh, stacks) for mesh in (source, target)]
+        for fqn, shape, rules in tensors
+    ]
+    read = [_distinct(placement) for placement, _ in placements]
+    written = [_held(placement) for _, placement in placements]
+    # As a job does: of the ranks that hold a box one is chosen, so that all shards are read about equally.
+    nbytes = _nbytes([boxes.extent for boxes in read])
+    holders = np.concatenate([boxes.ranks for boxes in read])
+    first = np.cumsum(np.concatenate([[0], *(boxes.nholders for boxes in read)]))
+    chosen = holders[choose_members(nbytes, first, holders, source.size)]
+    ranks = np.concatenate([ranks for ranks, _, _ in written])
+    source_table, source_arrays = _table(chosen, nbytes, [len(boxes.extent) for boxes in read])
+    target_table, target_arrays = _table(
+        ranks, _nbytes([extent for _, _, extent in written]), [len(extent) for _, _, extent in written]
+    )
+    planned = [
+        PlannedTensor(_form(*pair), *arrays)
+        for pair, *arrays in zip(placements, source_arrays, target_arrays, strict=True)
+    ]
+    return make_plan(planned, source_table, target_table, (source.size, target.size), resources)
+
+
+def _placement(tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: Stacks) -> Placement:
+    return placement_of(tensor, _complete(rules, mesh, tensor, stacks), mesh, stacks)
+
+
+@lru_cache(maxsize=4096)  # the layers of a model repeat each other
+def _held(placement: Placement) -> tuple[Ints, Ints, Ints]:
+    """The ranks that hold elements of a tensor, and their boxes: offsets and extents."""
+    ranks, offset, extent = boxes_of(placement)
+    kept = np.flatnonzero(np.all(extent > 0, axis=1))
+    return ranks[kept], offset[kept], extent[kept]
+
+
+@lru_cache(maxsize=4096)
+def _distinct(placement: Placement) -> _Distinct:
+    ranks, offset, extent = _held(placement)
+    first, number = equal_rows(*offset.T)
+    return _Distinct(offset[first], extent[first], ranks[np.argsort(number, kind="stable")], np.bincount(number))
+
+
+@lru_cache(maxsize=4096)
+def _form(source: Placement, target: Placement) -> ByteForm:
+    boxes, (_, *written) = _distinct(source), _held(target)
+    offset, extent = (np.concatenate(both) for both in zip((boxes.offset, boxes.extent), written, strict=True))
+    return byte_form_of_arrays(source.shape, DTYPES[DTYPE].nbits, offset, extent, np.zeros_like(offset), extent)
+
+
+def _nbytes(extents: Sequence[Ints]) -> Ints:
+    nelems = [np.prod(extent, axis=1) for extent in extents]
+    return np.concatenate(nelems) * DTYPES[DTYPE].nbits // 8
 
 
 def _complete(rules: Mapping[str, Rule], mesh: Mesh, tensor: Tensor, stacks: Stacks) -> dict[str, Rule]:
@@ -140,16 +178,17 @@ def _complete(rules: Mapping[str, Rule], mesh: Mesh, tensor: Tensor, stacks: Sta
     return {axis: "replicate" if rule is None else rule for axis, rule in defaults.items()} | dict(rules)
 
 
-def _table(rows: Ints) -> tuple[ArrayTable, Ints]:
-    """Arrays as if each rank stored its boxes one after the other; and the number of the array of each row."""
-    order = np.lexsort((rows[:, 1], rows[:, 0]))
-    number = np.empty(len(rows), np.int64)
-    number[order] = np.arange(len(rows))
-    file, nbytes = rows[order, 0], rows[order, 2]
+def _table(rank: Ints, nbytes: Ints, nboxes: Sequence[int]) -> tuple[ArrayTable, list[Ints]]:
+    """Arrays as if each rank stored its boxes one after the other; and of each tensor the arrays of its boxes."""
+    order = np.argsort(rank, kind="stable")
+    number = np.empty(len(rank), np.int64)
+    number[order] = np.arange(len(rank))
+    file, nbytes = rank[order], nbytes[order]
     ends = np.cumsum(nbytes)
     first = np.append(True, file[1:] != file[:-1])
     begin = ends - nbytes - (ends - nbytes)[first][np.cumsum(first) - 1]
-    return ArrayTable.of(file, begin, nbytes), number
+    edges = np.cumsum([0, *nboxes]).tolist()
+    return ArrayTable.of(file, begin, nbytes), [number[a:b] for a, b in pairwise(edges)]
 
 
 def simulation_text(facts: Mapping[str, Any]) -> str:

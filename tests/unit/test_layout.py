@@ -12,6 +12,7 @@ from reshard_mpi.layout.rules import (
     Undetermined,
     infer_rules,
     partition_axes,
+    placement_of,
     target_boxes,
     target_layout,
 )
@@ -40,7 +41,7 @@ def boxes_in(case: Case, target: str, given: Layout | None = None) -> dict[str, 
     stacks = Stacks(fragment.fqn for fragment in case.fragments)
     shapes = {fragment.logical_tensor_id: (fragment.fqn, fragment.global_shape) for fragment in case.fragments}
     return {
-        name: dict(target_boxes(Tensor(name, fqn, shape), layout[name], mesh, stacks))
+        name: dict(target_boxes(placement_of(Tensor(name, fqn, shape), layout[name], mesh, stacks)))
         for name, (fqn, shape) in shapes.items()
     }
 

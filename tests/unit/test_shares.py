@@ -18,7 +18,7 @@ from reshard_mpi.plan.shares import (
     shares_of_readers,
     whole_shares,
 )
-from reshard_mpi.plan.stored import Place, StoredBoxes, byte_form, padded_to
+from reshard_mpi.plan.stored import Place, StoredBoxes, byte_form, stacked
 from tests.reference.dice import Dice
 from tests.unit.tilings import Shape, Tile, pad, rows, tile
 
@@ -92,13 +92,20 @@ def test_no_rank_has_more_than_the_least_busy_and_one_item(nbytes, nranks):
     ],
 )
 def test_of_each_replica_group_the_member_whose_shard_is_read_least_is_chosen(why, nbytes, candidates, chosen):
-    assert choose_members(nbytes, candidates, 3) == chosen
+    assert members_chosen(nbytes, candidates, 3) == chosen
 
 
 def test_replicas_are_read_equally_from_all_shards_that_hold_them():
     nbytes, candidates = [10] * 40, [[0, 1, 2, 3]] * 40
-    chosen = choose_members(nbytes, candidates, 4)
+    chosen = members_chosen(nbytes, candidates, 4)
     assert np.bincount([candidates[i][k] for i, k in enumerate(chosen)]).tolist() == [10] * 4
+
+
+def members_chosen(nbytes: list[int], candidates: list[list[int]], nshards: int) -> list[int]:
+    """For each box the position of its candidate."""
+    first = np.cumsum([0, *map(len, candidates)])
+    shards = ints(*(shard for of_box in candidates for shard in of_box))
+    return (choose_members(ints(*nbytes), first, shards, nshards) - first[:-1]).tolist()
 
 
 # Boxes, divided
@@ -139,8 +146,8 @@ def cut_twice(tensors: list[tuple[Shape, list[Tile], list[Tile]]], begins=None) 
             mine = slice(len(sources), None) if is_target else slice(0, len(sources))
             boxes = form.boxes.take(mine)
             span = ((boxes.stop - boxes.start - 1) * form.stride[mine]).sum(axis=1, keepdims=True) + 1
-            start.append(padded_to(naxes, boxes.start, 0))
-            stop.append(padded_to(naxes, boxes.stop, 1))
+            start.append(stacked(naxes, [boxes.start], 0))
+            stop.append(stacked(naxes, [boxes.stop], 1))
             stride.append(np.hstack([np.repeat(span, naxes - boxes.start.shape[1], axis=1), form.stride[mine]]))
             lead.append(form.lead[mine])
             tensor += [number] * len(targets if is_target else sources)

@@ -210,6 +210,28 @@ def test_a_model_without_files_is_planned(target, writers, monkeypatch):
     assert text.startswith("moe-256: pp=2,tp=2 -> ") and "3 ranks" in text and len(text.splitlines()) == 3
 
 
+@pytest.mark.parametrize("nranks, most", [(16, 1.1), (4, 1.1), (3, 1.2)])
+def test_of_replicas_those_are_read_that_keep_all_ranks_busy(nranks, most, monkeypatch):
+    small = simulation.Model(layers=12, hidden=256, intermediate=512, key_value=64, vocabulary=512)
+    monkeypatch.setitem(simulation.MODELS, "llama-8b", small)
+    resources = Resources(nranks, 1 << 16, "shared", True)
+    found = simulate("llama-8b", parse_target("tp=2,dp=8"), parse_target("tp=4"), resources)
+    assert found["busiest_over_mean"] < most
+
+
+def test_what_layers_have_in_common_is_computed_once(monkeypatch):
+    calls = []
+    form = simulation.byte_form_of_arrays
+    monkeypatch.setattr(simulation, "byte_form_of_arrays", lambda *given: calls.append(given) or form(*given))
+    for nlayers in (2, 40):
+        simulation._form.cache_clear()
+        small = simulation.Model(nlayers, hidden=64, intermediate=96, key_value=16, vocabulary=100)
+        monkeypatch.setitem(simulation.MODELS, "llama-8b", small)
+        simulate("llama-8b", parse_target("tp=2"), parse_target("tp=4"), Resources(2, 1 << 16, "shared", True))
+        assert len(calls) == 7
+        calls.clear()
+
+
 def test_a_model_that_is_not_known_is_a_usage_error_that_lists_those_that_are():
     with pytest.raises(UsageError, match="--simulate: 'gpt-9' is not known; expected one of .*llama-8b") as refused:
         simulate("gpt-9", Mesh(()), Mesh(()), Resources(1, 1 << 20, "owner", True))

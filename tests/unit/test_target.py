@@ -4,9 +4,11 @@ import itertools
 
 import pytest
 
+from reshard_mpi.boxes import join
 from reshard_mpi.checkpoint.manifest import Case
 from reshard_mpi.checkpoint.mesh import parse_target
 from reshard_mpi.errors import InputError
+from reshard_mpi.layout import target as target_module
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case, payload_keys
 from tests.unit.manifests import SINGLE, case_of, everywhere, manifest, parsed, sealed, tensor, whole
@@ -132,6 +134,12 @@ def test_replicas_are_numbered_among_the_ranks_that_hold_the_box():
         assert (scale.group_id, scale.member_count, scale.member_index) == ("scale@", 6, 3 * d + t)
 
 
+def test_ranks_in_between_that_hold_other_boxes_do_not_count():
+    out = outgoing(example(), "dp=3,tp=2").case.fragments
+    held = {f.fragment_id: (f.replica.member_count, f.replica.member_index) for f in out if f.logical_tensor_id == "w"}
+    assert held == {f"w|r{rank}": (3, rank // 2) for rank in range(6)}
+
+
 def test_a_box_of_one_rank_is_in_no_group():
     fragment = next(f for f in outgoing(example()).case.fragments if f.logical_tensor_id == "w")
     assert (fragment.replica.group_id, fragment.replica.member_count, fragment.replica.member_index) == (None, 1, 0)
@@ -218,6 +226,20 @@ def test_source_fragments_without_elements_are_no_evidence():
     held = {(0,): [((0,), (1,))], (1,): [((1,), (1,))], (2,): [((2,), (0,))]}
     (fragment,) = outgoing(case_of(axes, tensor("w", (2,), held, axes))).case.fragments
     assert fragment.evidence_refs == ("made#w|r0", "made#w|r1")
+
+
+def test_evidence_is_found_for_many_tensors_at_once_and_is_the_same_for_one_at_a_time(monkeypatch):
+    axes, calls = {"tp": 2}, []
+    held = {(t,): [((0, 3 * t), (4, 3))] for t in (0, 1)}
+    tensors = [tensor(f"w{n}", (4, 6), held, axes) for n in range(30)]
+    case = case_of(axes, *tensors, tensor("scale", (), {where: [whole(())] for where in everywhere(axes)}, axes))
+    monkeypatch.setattr(target_module, "join", lambda *sides: calls.append(sides) or join(*sides))
+    together = outgoing(case, "tp=3").case.fragments
+    assert len(calls) == 1
+    monkeypatch.setattr(target_module, "PAIRS_AT_ONCE", 0)
+    assert outgoing(case, "tp=3").case.fragments == together
+    assert len(calls) == 1 + 31 + 1
+    assert [f.evidence_refs for f in together[:2]] == [("made#scale|r0",), ("made#w0|r0",)]
 
 
 # Arrays
