@@ -1,6 +1,7 @@
 """What the user sees: progress on stderr, the summary at the end, numbers with units."""
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,11 @@ class Progress:
 
 def rate_text(nbytes: int, seconds: float) -> str:
     return f"{nbytes / seconds / 1e9:.2f} GB/s" if seconds >= 0.01 else "-"
+
+
+def peak_rss_nbytes() -> int:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, Any]:

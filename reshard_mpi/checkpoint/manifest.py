@@ -6,7 +6,7 @@ Text is parsed once, by the standard library, whose hooks see duplicate keys and
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -144,14 +144,34 @@ def sha256_name(digest: "hashlib._Hash") -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def fragments_digest(fragments: Sequence[dict[str, Any]], only_known_keys: bool = False) -> str:
+def fragments_digest(fragments: Iterable[dict[str, Any]], only_known_keys: bool = False) -> str:
     """`expected_manifest_digest` of fragments as plain JSON objects."""
-    bare = [
-        {key: value for key, value in fragment.items() if key not in ("payload_file", "payload_key")}
-        for fragment in fragments
-    ]
-    text = _compact_json(bare) if only_known_keys else json.dumps(bare, sort_keys=True, separators=(",", ":")).encode()
-    return sha256_name(hashlib.sha256(text))
+    digest = _FragmentsDigest()
+    for fragment in fragments:
+        digest.add(fragment, only_known_keys)
+    return digest.name()
+
+
+class _FragmentsDigest:
+    """The digest of fragments, one after the other: all of their texts at once would be a large part of a rank's memory."""
+
+    def __init__(self) -> None:
+        self._sha256, self._between = hashlib.sha256(), b"["
+
+    def add(self, fragment: dict[str, Any], only_known_keys: bool) -> None:
+        bare = {key: value for key, value in fragment.items() if key not in ("payload_file", "payload_key")}
+        text = _compact_json(bare) if only_known_keys else _standard_json(bare)
+        self._sha256.update(self._between + text)
+        self._between = b","
+
+    def name(self) -> str:
+        closed = self._sha256.copy()
+        closed.update(b"]" if self._between == b"," else b"[]")
+        return sha256_name(closed)
+
+
+def _standard_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _compact_json(value: Any) -> bytes:
@@ -162,7 +182,7 @@ def _compact_json(value: Any) -> bytes:
     text = msgspec.json.encode(value, order="sorted")
     if text.isascii() and b"\x7f" not in text:
         return text
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+    return _standard_json(value)
 
 
 def strict_json(text: bytes, where: str) -> Any:
@@ -238,13 +258,31 @@ def _unknown_keys(raw: dict[str, Any]) -> set[str]:
     return unknown
 
 
-def case_text(case: Case) -> bytes:
-    """`case.json` of a case, with the digest of its fragments filled in."""
-    raw = msgspec.to_builtins(case)
-    raw["expected_manifest_digest"] = fragments_digest(raw["fragments"], only_known_keys=True)
+def case_text(case: Case) -> bytearray:
+    """`case.json` of a case, with the digest of its fragments filled in. One fragment at a time: there may be a million."""
+    raw = msgspec.to_builtins(msgspec.structs.replace(case, fragments=()))
+    raw["expected_manifest_digest"] = unknown = "sha256:" + 64 * "0"
     if raw["topology"]["layout"] is None:
         del raw["topology"]["layout"]
-    return msgspec.json.format(_compact_json(raw), indent=2) + b"\n"
+    before, key, after = _indented_json(raw).partition(b'\n  "fragments": [')
+    text = bytearray(before + key)
+    digest, between = _FragmentsDigest(), b"\n    "
+    for fragment in case.fragments:
+        raw = msgspec.to_builtins(fragment)
+        digest.add(raw, only_known_keys=True)
+        text += between
+        text += _indented_json(raw).replace(b"\n", b"\n    ")
+        between = b",\n    "
+    text += (b"\n  " if case.fragments else b"") + after + b"\n"
+    at = before.index(b'\n  "expected_manifest_digest": "' + unknown.encode()) + len(
+        b'\n  "expected_manifest_digest": "'
+    )
+    text[at : at + len(unknown)] = digest.name().encode()
+    return text
+
+
+def _indented_json(value: Any) -> bytes:
+    return msgspec.json.format(_compact_json(value), indent=2)
 
 
 def by_tensor(fragments: Sequence[Fragment]) -> dict[str, list[Fragment]]:

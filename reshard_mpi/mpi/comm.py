@@ -67,10 +67,9 @@ def await_all(request: MPI.Request) -> None:
     Blocking collectives spin: while rank 0 plans, or one rank reads, the others would take its cores away where there are more
     ranks than cores. And signals are seen at once, which within a blocking call they aren't.
     """
-    pause = SHORTEST_PAUSE
-    while not request.Test():
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+    began = time.perf_counter()
+    while not request.Test():  # the longer it has taken, the longer it may sleep
+        time.sleep(min(SHORTEST_PAUSE + (time.perf_counter() - began) / 16, LONGEST_PAUSE))
 
 
 def on_root(comm: MPI.Comm, function: Callable[[], T]) -> T | None:

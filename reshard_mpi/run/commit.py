@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -118,7 +117,7 @@ class PartialFolder:
         os.ftruncate(self._lock, 0)
         os.pwrite(
             self._lock,
-            f"host {socket.gethostname()}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n".encode(),
+            f"host {os.uname().nodename}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n".encode(),
             0,
         )
         self._write_journal("writing")

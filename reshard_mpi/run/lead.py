@@ -18,7 +18,7 @@ from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor
 from reshard_mpi.errors import ReshardError, raise_first
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
-from reshard_mpi.report import summary_of, topology_text, warn
+from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.move import Names
 from reshard_mpi.storage.digests import digest_name
@@ -184,7 +184,9 @@ class Lead:
         self.partial.commit()
 
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+        """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
         job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
+        measured = [{**measured[0], "peak_rss_nbytes": peak_rss_nbytes()}, *measured[1:]]
         unread_nbytes = sum(
             self._stored(f).nbytes
             for f in self.source.case.fragments

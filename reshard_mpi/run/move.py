@@ -9,7 +9,6 @@ Rounds in which nothing crosses from rank to rank need no communication; every s
 """
 
 import os
-import resource
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from reshard_mpi.mpi.comm import Agreement, agreed, raise_together
 from reshard_mpi.mpi.exchange import Exchanger
 from reshard_mpi.plan.plan import WRITE_BUFFERS, Plan
 from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
-from reshard_mpi.report import Progress
+from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.files import Files
 
@@ -154,5 +153,5 @@ def _measured(reader: Reader, writer: Writer, exchanger: Exchanger) -> dict[str,
         "exchange_seconds": exchanger.seconds,
         "written_nbytes": writer.work.nbytes + writer.work.copied_nbytes,
         "write_seconds": writer.work.seconds,
-        "peak_rss_nbytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_nbytes": peak_rss_nbytes(),
     }

@@ -123,7 +123,7 @@ def open_regular(folder: Path, name: str, flags: int) -> int:
     return fd
 
 
-def create_file(path: Path, nbytes: int, head: bytes) -> None:
+def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
     """A new file of `nbytes` bytes that begins with `head`; space for all of it is taken now, so that none lacks later."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -131,7 +131,7 @@ def create_file(path: Path, nbytes: int, head: bytes) -> None:
             _allocate(fd, nbytes)
             done = 0
             while done < len(head):
-                done += os.pwrite(fd, head[done:], done)
+                done += os.pwrite(fd, memoryview(head)[done:], done)
         finally:
             os.close(fd)
     except OSError as error:

@@ -113,7 +113,6 @@ def test_very_many_tiny_tensors_pass_through_the_rounds(very_many):
     assert_within([0, *peaks.found[1:]])
 
 
-@pytest.mark.xfail(strict=True, reason="more than 5 KiB, while case.json is put together after the rounds")
 def test_a_fragment_costs_rank_0_no_more_than_it_may(very_many, tmp_path):
     peaks, nfragments = very_many
     fewer_peaks, nfewer = reshard_tiny(tmp_path, NTINY // 4)
