@@ -14,7 +14,7 @@ from reshard_mpi.errors import UsageError, one_line
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
 DEFAULT_MEMORY = "256M"
-SOURCE_HELP = "the folder of a checkpoint case"
+SOURCE_HELP = "the folder of a checkpoint: a case, PyTorch DCP, or Hugging Face"
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -49,6 +49,18 @@ def binary_size(text: str) -> int:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 256M, 2G or 1.5GiB")
     return int(float(match[1]) * _BINARY[match[2].upper()])
+
+
+def decimal_size(text: str) -> int:
+    """Bytes of `5GB` or `300MB` as Hugging Face counts them, in powers of 1000.
+
+    >>> decimal_size("5GB"), decimal_size("200")
+    (5000000000, 200)
+    """
+    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)B?\s*", text, re.ASCII | re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 5GB or 300MB")
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
 def _target(text: str) -> Mesh:
@@ -116,6 +128,19 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         "--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)"
     )
     parser.add_argument(
+        "--format",
+        choices=("safetensors", "hf"),
+        default="safetensors",
+        help="shards and case.json, or a Hugging Face folder (default safetensors)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=decimal_size,
+        default=decimal_size("5GB"),
+        metavar="SIZE",
+        help="of a file of a Hugging Face folder (default 5GB)",
+    )
+    parser.add_argument(
         "--memory",
         type=binary_size,
         default=binary_size(DEFAULT_MEMORY),
@@ -140,7 +165,10 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help=SOURCE_HELP)
     _add_selection(parser)
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write; it appears whole or not at all")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint case")
+    parser.add_argument(
+        "--hf-assets", type=Path, metavar="DIR", help="copy config and tokenizer from there (--format hf)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
 

@@ -12,6 +12,7 @@ from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.errors import IntegrityError, ReshardError
 from reshard_mpi.mpi.comm import on_root
 from reshard_mpi.mpi.load import load_together
+from reshard_mpi.storage.digests import algorithm_of
 from reshard_mpi.storage.source import Source
 
 
@@ -50,7 +51,9 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
     for fragment in source.case.fragments if source else ():
         array = source.headers.get(fragment.payload_file, {}).get(fragment.payload_key) if source else None
         if array is not None and fragment.fragment_digest is not None:
-            stored.setdefault(whole_array(fragment.payload_file, fragment.payload_key, array), []).append(fragment)
+            algorithm = algorithm_of(fragment.fragment_digest)
+            whole = whole_array(fragment.payload_file, fragment.payload_key, array, algorithm)
+            stored.setdefault(whole, []).append(fragment)
     for fragments, found in zip(stored.values(), digests_of(comm, folder, list(stored), progress), strict=True):
         if isinstance(found, ReshardError):
             verdict.faults.append(found)
@@ -59,7 +62,7 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
         verdict.faults += [
             IntegrityError(
                 str(folder / f.payload_file),
-                f"array {f.payload_key!r} of fragment {f.fragment_id} has digest {found}, case.json says {f.fragment_digest}",
+                f"array {f.payload_key!r} of fragment {f.fragment_id} has digest {found}, expected {f.fragment_digest}",
             )
             for f in fragments
             if f.fragment_digest != found

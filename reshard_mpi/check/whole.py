@@ -3,7 +3,6 @@
 For what is compared or hashed as a whole: ties, padded replicas, oracles, two checkpoints. One process, no MPI.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +14,13 @@ from numpy.typing import NDArray
 from reshard_mpi.boxes import Boxes
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.plan.stored import ByteForm, Place, StoredBoxes, byte_form, range_slabs
-from reshard_mpi.storage.digests import digest_name
+from reshard_mpi.storage.digests import digest_name, new_hash
 from reshard_mpi.storage.files import Files
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoint.manifest import Fragment
     from reshard_mpi.storage.safetensors import StoredArray
+    from reshard_mpi.storage.strided import StridedArray
 
 Bytes = NDArray[np.uint8]
 PART_NBYTES = 4 << 20  # of a tensor that are held at once
@@ -37,6 +37,8 @@ class WholeTensor:
     places: tuple[Place, ...]
     files: tuple[str, ...]
     begins: tuple[int, ...]
+    strided: "tuple[tuple[str, StridedArray], ...]" = ()  # of these files, what doesn't lie in row-major order
+    algorithm: str = "sha256"
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +55,8 @@ class WholeTensor:
     def read(self, files: Files, first: int, last: int) -> Bytes:
         """The bytes [first, last) of the tensor; at most PART_NBYTES at once."""
         assert last - first <= PART_NBYTES
+        for file, array in self.strided:
+            files.show(file, [array])
         found = np.empty(last - first, np.uint8)
         position = 0
         for start, stop in range_slabs(self._form.shape, first, last):
@@ -98,11 +102,11 @@ class WholeTensor:
             self._read_slab(files, tuple(first.tolist()), tuple(last.tolist()), into[where])
 
     def digest(self, files: Files) -> str:
-        """The SHA-256 of the tensor's bytes."""
-        running = hashlib.sha256()
+        """The digest of the tensor's bytes."""
+        running = new_hash(self.algorithm)
         for first in range(0, self.nbytes, PART_NBYTES):
             running.update(self.read(files, first, min(first + PART_NBYTES, self.nbytes)).data)
-        return digest_name(running.digest())
+        return digest_name(running.digest(), self.algorithm)
 
 
 Arrays = Mapping[str, Mapping[str, "StoredArray"]]  # file -> key -> array
@@ -114,24 +118,36 @@ def whole_tensor(fragments: "Sequence[Fragment]", arrays: Arrays) -> WholeTensor
 
     like, boxes = fragments[0], distinct_boxes(fragments)
     places = tuple(Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in boxes)
-    begins = tuple(arrays[f.payload_file][f.payload_key].begin for f in boxes)
-    return WholeTensor(
-        like.logical_tensor_id, like.global_shape, like.dtype, places, tuple(f.payload_file for f in boxes), begins
-    )
+    stored = [arrays[f.payload_file][f.payload_key] for f in boxes]
+    files = tuple(f.payload_file for f in boxes)
+    return _whole(like.logical_tensor_id, like.global_shape, like.dtype, places, files, stored)
 
 
 def whole_box(fragment: "Fragment", arrays: Arrays) -> WholeTensor:
     """The box of one fragment, without its padding."""
     origin = (0,) * len(fragment.element_extent)
     place = Place(origin, fragment.element_extent, fragment.padding.before, fragment.local_shape)
-    begin = arrays[fragment.payload_file][fragment.payload_key].begin
-    return WholeTensor(
-        fragment.fragment_id, fragment.element_extent, fragment.dtype, (place,), (fragment.payload_file,), (begin,)
-    )
+    stored = [arrays[fragment.payload_file][fragment.payload_key]]
+    files = (fragment.payload_file,)
+    return _whole(fragment.fragment_id, fragment.element_extent, fragment.dtype, (place,), files, stored)
 
 
-def whole_array(file: str, key: str, array: "StoredArray") -> WholeTensor:
-    """One stored array, padding included."""
+def whole_array(file: str, key: str, array: "StoredArray", algorithm: str = "sha256") -> WholeTensor:
+    """One stored array, padding included; `algorithm` is that of its digest."""
     origin = (0,) * len(array.shape)
     places = (Place(origin, array.shape, origin, array.shape),) if array.nbytes else ()
-    return WholeTensor(f"{file}:{key}", array.shape, array.dtype, places, (file,), (array.begin,))
+    return _whole(f"{file}:{key}", array.shape, array.dtype, places, (file,), [array], algorithm)
+
+
+def _whole(
+    label: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    places: tuple[Place, ...],
+    files: tuple[str, ...],
+    stored: "Sequence[StoredArray]",
+    algorithm: str = "sha256",
+) -> WholeTensor:
+    begins = tuple(array.begin for array in stored)
+    strided = tuple((file, array.strided) for file, array in zip(files, stored, strict=True) if array.strided)
+    return WholeTensor(label, shape, dtype, places, files, begins, strided, algorithm)

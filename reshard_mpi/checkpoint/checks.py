@@ -73,6 +73,18 @@ def check_case(parsed: ParsedCase) -> Findings:
                 "product of its axes",
             )
         )
+    _check_fragments(case, mesh, found)
+    return found
+
+
+def check_described(case: Case) -> Findings:
+    """What can be wrong with a case that nobody wrote: it describes a checkpoint of another format, which knows no mesh."""
+    found = Findings()
+    _check_fragments(case, None, found)
+    return found
+
+
+def _check_fragments(case: Case, mesh: Mesh | None, found: Findings) -> None:
     tensors = by_tensor(case.fragments)
     unsound: set[str] = set()  # tensors of which nothing more can be said
     for fragment in case.fragments:
@@ -86,13 +98,12 @@ def check_case(parsed: ParsedCase) -> Findings:
     found.is_sound = not unsound
     sound = [fragment for fragment in case.fragments if fragment.logical_tensor_id not in unsound]
     tensors = {tensor_id: fragments for tensor_id, fragments in tensors.items() if tensor_id not in unsound}
-    found.faults += _identity_faults(sound)
+    found.faults += _identity_faults(sound) if mesh else ()
     found.faults += _storage_faults(sound)
     found.faults += _replica_faults(sound, found)
     found.faults += _coverage_faults(tensors)
     found.faults += _tie_faults(tensors, found)
     found.faults += _oracle_faults(case, tensors, unsound)
-    return found
 
 
 def name_of(fragment: Fragment) -> str:
@@ -104,7 +115,7 @@ def box_text(offset: Sequence[int], extent: Sequence[int]) -> str:
     return f"[{', '.join(f'{start}:{start + size}' for start, size in zip(offset, extent, strict=True))}]"
 
 
-def _fragment_messages(fragment: Fragment, mesh: Mesh) -> tuple[str, ...]:
+def _fragment_messages(fragment: Fragment, mesh: Mesh | None) -> tuple[str, ...]:
     """What is wrong with a fragment, taken by itself."""
     boxes = _box_messages(
         fragment.global_shape,
@@ -115,7 +126,7 @@ def _fragment_messages(fragment: Fragment, mesh: Mesh) -> tuple[str, ...]:
         fragment.partition_axes,
         fragment.dtype,
     )
-    return boxes + _place_messages(fragment.topology_coordinates, fragment.payload_file, mesh)
+    return boxes + (_place_messages(fragment.topology_coordinates, fragment.payload_file, mesh) if mesh else ())
 
 
 @lru_cache(maxsize=1 << 16)  # ranks and layers repeat each other

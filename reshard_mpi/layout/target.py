@@ -63,7 +63,12 @@ class Outgoing:
     arrays: tuple[TargetArray, ...]
     array_of: tuple[int, ...]
     aliases: Mapping[int, Mapping[str, str]]
-    nranks: int
+    files: tuple[str, ...]
+
+    @property
+    def nranks(self) -> int:
+        """How many files there are: one a target rank."""
+        return len(self.files)
 
 
 def payload_keys(case: Case) -> dict[str, str]:
@@ -137,7 +142,8 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
         if (rank, fragments[i].logical_tensor_id) in sharing:
             fragments[i] = msgspec.structs.replace(fragments[i], shared_storage_id=f"{keeper}|r{rank}")
     written = _case(case, layout, target, tensors, tuple(fragments[i] for i in order))
-    return Outgoing(written, tuple(arrays), tuple(position[array_of_fragment[i]] for i in order), aliases, target.size)
+    files = tuple(rank.file for rank in ranks)
+    return Outgoing(written, tuple(arrays), tuple(position[array_of_fragment[i]] for i in order), aliases, files)
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from reshard_mpi.plan.stored import StoredBoxes
 # and to receive.
 READ_BUFFERS, WRITE_BUFFERS = 3, 2
 BUFFERS = READ_BUFFERS + WRITE_BUFFERS + 2
+SHA256 = 1  # as `has_digest` says it
 NOBODY = -1  # where a rank would stand
 
 
@@ -23,10 +24,10 @@ NOBODY = -1  # where a rank would stand
 class ArrayTable:
     """Stored arrays of one side, in the order (file, begin): int64, one row an array.
 
-    `digest` is a SHA-256 as four numbers, meaningful where `has_digest`. `hasher` is the rank that computes it: on the way
-    where it reads or writes all of the array itself, else by reading it back. Nobody computes that of a target array which is
-    known beforehand. `begins_as` is the source array, read by the hasher, whose first `begins_nbytes` bytes are also the first
-    of this one, or -1: its hash goes on from there.
+    `digest` is a digest as four numbers; `has_digest` is 0 where there is none, else the number of its algorithm. `hasher` is
+    the rank that computes it: on the way where it reads or writes all of the array itself, else by reading it back. Nobody
+    computes that of a target array which is known beforehand. `begins_as` is the source array, read by the hasher, whose first
+    `begins_nbytes` bytes are also the first of this one, or -1: its hash goes on from there.
     """
 
     file: Ints

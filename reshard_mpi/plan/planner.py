@@ -41,14 +41,18 @@ class Resources:
     hashing: bool
 
 
-def round_nbytes_of(memory_nbytes: int) -> int:
-    """Bytes that a rank may read, send, receive or write in a round; PlanningError when `memory_nbytes` is too little."""
-    least = BUFFERS * LEAST_ROUND_NBYTES
+def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0) -> int:
+    """Bytes that a rank may read, send, receive or write in a round; PlanningError when `memory_nbytes` is too little.
+
+    `held_nbytes` are needed beside the buffers.
+    """
+    least = BUFFERS * LEAST_ROUND_NBYTES + held_nbytes
     if memory_nbytes < least:
         raise PlanningError(
-            "--memory", f"{memory_nbytes} bytes are too few for the buffers of a rank; give at least {least // 1024}K"
+            "--memory",
+            f"{memory_nbytes} bytes are too few for the buffers of a rank; give at least {-(-least // 1024)}K",
         )
-    return min(memory_nbytes // BUFFERS, MOST_ROUND_NBYTES)
+    return min((memory_nbytes - held_nbytes) // BUFFERS, MOST_ROUND_NBYTES)
 
 
 def make_plan(

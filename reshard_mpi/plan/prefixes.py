@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard_mpi.boxes import Ints, equal_rows
-from reshard_mpi.plan.plan import Rows
+from reshard_mpi.plan.plan import SHA256, Rows
 
 
 class Prefixes(NamedTuple):
@@ -25,7 +25,7 @@ class Prefixes(NamedTuple):
 def find_prefixes(source: Rows, target: Rows) -> Prefixes:
     """The longest common beginnings, where they are at least half of the target array."""
     fills, filled = (_filling(rows) for rows in (source, target))
-    fills = fills[source.arrays.has_digest[source.array[fills]] > 0]
+    fills = fills[source.arrays.has_digest[source.array[fills]] == SHA256]
     starts = np.concatenate([source.stored.boxes.start[fills], target.stored.boxes.start[filled]])
     _, number = equal_rows(np.concatenate([source.tensor[fills], target.tensor[filled]]), *starts.T)
     source_of = np.full(len(number), -1)

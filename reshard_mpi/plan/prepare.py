@@ -15,13 +15,14 @@ from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.errors import ReshardError, UsageError, names
+from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import Place, byte_form
-from reshard_mpi.storage.digests import digest_row
+from reshard_mpi.storage.digests import ALGORITHMS, algorithm_of, digest_row
 from reshard_mpi.storage.safetensors import StoredArray, build_header
 from reshard_mpi.storage.source import Source, located, no_garbage_collection
 
@@ -34,6 +35,8 @@ class Selection:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     layout: Layout | None = None
+    format: str = "safetensors"  # or hf
+    most_file_nbytes: int = 5 * 10**9  # of a file of hf
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         kept = select_tensors(source.case, selection)
         layout, faults = target_layout(source.case, target, selection.layout)
         if not faults:
-            return outgoing_case(source.case, layout, target, kept), []
+            outgoing = outgoing_case(source.case, layout, target, kept)
+            return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []
     except ReshardError as fault:
         faults = [fault]
     located(source.folder, faults)
@@ -157,11 +161,9 @@ def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[Store
     for array in outgoing.arrays:
         by_rank[array.rank].append((array.key, array.dtype, array.shape))
     files, spans = [], []
-    for rank in range(outgoing.nranks):
+    for rank, name in enumerate(outgoing.files):
         head, stored = build_header(by_rank[rank], {"format": "pt"} | dict(outgoing.aliases.get(rank, {})))
-        files.append(
-            TargetFile(f"rank-{rank:05d}.safetensors", head, len(head) + sum(array.nbytes for array in stored))
-        )
+        files.append(TargetFile(name, head, len(head) + sum(array.nbytes for array in stored)))
         spans += stored
     return tuple(files), spans
 
@@ -211,7 +213,8 @@ def _source_table(
         for fragments in fragments_of
     ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
-    return ArrayTable.of(file, begin, nbytes, rows, np.array([d is not None for d in digests], np.int64))
+    kinds = np.array([ALGORITHMS.index(algorithm_of(digest)) for digest in digests], np.int64)
+    return ArrayTable.of(file, begin, nbytes, rows, kinds)
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:

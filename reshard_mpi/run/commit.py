@@ -20,6 +20,7 @@ from reshard_mpi.storage.files import sync_folder
 JOURNAL = "journal.json"
 LOCK = "lock"
 OURS = {JOURNAL, f"{JOURNAL}.new", LOCK}
+REPLACEABLE = (CASE_FILE, "model.safetensors", "model.safetensors.index.json")  # one of them: a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -60,7 +61,7 @@ def check_out(out: Path, overwrite: bool) -> None:
             return
         if not overwrite:
             raise UsageError(str(out), "exists; choose another folder, or --overwrite to replace it")
-        if not (out / CASE_FILE).is_file():
+        if not any((out / name).is_file() for name in REPLACEABLE):
             raise UsageError(str(out), f"holds no {CASE_FILE}, so it is not replaced; choose another folder")
     except OSError as error:
         raise storage_error(out, error, "look at") from error

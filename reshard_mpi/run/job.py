@@ -32,14 +32,17 @@ class Job:
     source: Path
     out: Path
     target: Mesh | None
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
     memory_nbytes: int
-    writers: str
-    verify: str
-    overwrite: bool
-    restart: bool
-    progress: str
+    writers: str = "auto"
+    verify: str = "source"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    format: str = "safetensors"  # or hf
+    most_file_nbytes: int = 5 * 10**9  # of a file of hf
+    assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
+    overwrite: bool = False
+    restart: bool = False
+    progress: str = "off"
 
 
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:

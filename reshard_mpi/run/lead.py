@@ -16,15 +16,17 @@ from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.errors import ReshardError, raise_first
+from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.move import Names
-from reshard_mpi.storage.digests import digest_name
+from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
+from reshard_mpi.storage.strided import StridedArray
 
 if TYPE_CHECKING:
     from reshard_mpi.run.job import Job
@@ -54,10 +56,18 @@ class Lead:
         """Lay out and plan what is to be made of the source."""
         assert source is not None
         source.raise_first()
-        outgoing, faults = outgoing_of(source, Selection(self.job.target, self.job.include, self.job.exclude))
+        job = self.job
+        selection = Selection(
+            job.target, job.include, job.exclude, format=job.format, most_file_nbytes=job.most_file_nbytes
+        )
+        outgoing, faults = outgoing_of(source, selection)
         raise_first(faults)
         assert outgoing is not None
-        resources = Resources(self.nranks, self.round_nbytes, self._writers(), self.job.verify != "none")
+        held_nbytes = max(
+            (a.strided.span_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
+        )
+        round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * held_nbytes)  # by what reads and what copies
+        resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
         self.source, self.prepared = source, prepare(source, outgoing, resources)
         warn(source.warnings)
 
@@ -75,7 +85,9 @@ class Lead:
         """The stored arrays of the kept tensors that the plan doesn't read, and their digests."""
         read, kept = self._arrays_read(), self._kept_tensors()
         return {
-            whole_array(f.payload_file, f.payload_key, self._stored(f)): f.fragment_digest
+            whole_array(
+                f.payload_file, f.payload_key, self._stored(f), algorithm_of(f.fragment_digest)
+            ): f.fragment_digest
             for f in self.source.case.fragments
             if f.logical_tensor_id in kept
             and f.fragment_digest is not None
@@ -103,6 +115,7 @@ class Lead:
             "include": list(job.include),
             "exclude": list(job.exclude),
             "digests": job.verify != "none",
+            "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
         self.partial = PartialFolder(job.out, identity, job.restart)
         try:
@@ -128,7 +141,16 @@ class Lead:
             tuple(fragments[0].payload_key for fragments in prepared.source_fragments),
             self.partial.path,
             tuple(file.name for file in prepared.target_files),
+            self._strided(),
         )
+
+    def _strided(self) -> dict[str, tuple[StridedArray, ...]]:
+        """The source's arrays that don't lie in row-major order, by file."""
+        found = {
+            file: tuple(array.strided for array in arrays.values() if array.strided)
+            for file, arrays in self.source.headers.items()
+        }
+        return {file: arrays for file, arrays in found.items() if arrays}
 
     def heads(self) -> list[list[tuple[str, int, bytes]]]:
         """For each rank, the files that it creates: name, length, first bytes."""
@@ -138,7 +160,8 @@ class Lead:
     def written(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
         written = self._with_digests(digests)
-        copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
+        if self.job.format == "safetensors":
+            copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
         return written
 
     def _with_digests(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
@@ -168,18 +191,24 @@ class Lead:
             tensors = by_tensor(written.fragments)
             for oracle in written.oracles:
                 expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
-            faults = oracle_file_faults(names.target_folder, written)
+            faults = oracle_file_faults(names.target_folder, written) if self.job.format == "safetensors" else []
         return expected, faults
 
     # ---- the end
 
     def commit(self, written: Case | None) -> None:
-        """Write `case.json`, and make OUT of it all."""
+        """Write `case.json`, or what says it in another format, and make OUT of it all."""
         assert written is not None
-        text = case_text(written)
-        create_file(self.partial.path / CASE_FILE, len(text), text)
+        named = [CASE_FILE] if self.job.format == "safetensors" else []
+        if named:
+            text = case_text(written)
+            create_file(self.partial.path / CASE_FILE, len(text), text)
+        else:
+            named += write_index(self.prepared.outgoing, self.partial.path)
+            named += copy_assets(self.job.assets, self.partial.path) if self.job.assets else []
         with Files(self.partial.path) as files:
-            files.sync(CASE_FILE)
+            for name in named:
+                files.sync(name)
         check_paths(self.job.source, self.job.out, self.job.overwrite)
         self.partial.commit()
 

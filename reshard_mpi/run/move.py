@@ -9,9 +9,9 @@ Rounds in which nothing crosses from rank to rank need no communication; every s
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
 from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.strided import StridedArray
 
 NBYTES_BETWEEN_AGREEMENTS = 1 << 26  # of a rank: a moment, even on a slow disk
 
@@ -37,6 +38,7 @@ class Names:
     source_keys: tuple[str, ...]
     target_folder: Path
     target_files: tuple[str, ...]
+    strided: Mapping[str, Sequence[StridedArray]] = field(default_factory=dict)  # of the source, by file
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
         Files(names.source_folder) as copied,  # for the thread that writes
         Files(names.target_folder, os.O_RDWR) as target,
     ):
+        for file, arrays in names.strided.items():
+            source.show(file, arrays)
+            copied.show(file, arrays)
         reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
         writer = Writer(
             target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from reshard_mpi.errors import IntegrityError
 from reshard_mpi.plan.plan import READ_BUFFERS, WRITE_BUFFERS, ArrayTable, Side
 from reshard_mpi.plan.rounds import Copies, Runs, Spans
-from reshard_mpi.storage.digests import RunningDigest, digest_name
+from reshard_mpi.storage.digests import ALGORITHMS, RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
 Bytes = NDArray[np.uint8]
@@ -92,7 +92,8 @@ class Reader:
     def digest_of(self, array: int) -> RunningDigest:
         """The hash of an array that this rank reads, as far as it has come."""
         if array not in self._digests:
-            self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]))
+            algorithm = ALGORITHMS[self._arrays.has_digest[array]]
+            self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]), algorithm)
         return self._digests[array]
 
     def finish(self) -> None:
@@ -103,12 +104,14 @@ class Reader:
                 self._compare(array, running)
 
     def _compare(self, array: int, running: RunningDigest) -> None:
-        found, expected = digest_name(running.digest()), digest_name(self._arrays.digest[array].tobytes())
+        algorithm = ALGORITHMS[self._arrays.has_digest[array]]
+        found = digest_name(running.digest(), algorithm)
+        expected = digest_name(self._arrays.digest[array].tobytes(), algorithm)
         if found != expected:
             name = self._names[self._arrays.file[array]]
             raise IntegrityError(
                 str(self._files.folder / name),
-                f"array {self._keys[array]!r} has digest {found}, case.json says {expected}; its bytes have "
+                f"array {self._keys[array]!r} has digest {found}, expected {expected}; its bytes have "
                 "changed since it was saved: get the shard anew",
             )
 

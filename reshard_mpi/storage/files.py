@@ -10,9 +10,12 @@ import os
 import resource
 import stat
 from collections import OrderedDict
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import InputError, StorageError, storage_error
+from reshard_mpi.storage.strided import OpenStrided, StridedArray
 
 NFS_SUPER_MAGIC = 0x6969
 COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
@@ -30,6 +33,8 @@ class Files:
         self.folder = folder
         self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not hang us
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._strided: dict[str, dict[int, StridedArray]] = {}  # name -> begin -> array
+        self._held: tuple[str, int, OpenStrided] | None = None
         self._most = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
     def descriptor(self, name: str) -> int:
@@ -42,8 +47,39 @@ class Files:
         self._open[name] = fd = open_regular(self.folder, name, self._flags)
         return fd
 
+    def show(self, name: str, arrays: Iterable[StridedArray]) -> None:
+        """From now on arrays of `name` that lie in another order can be read as if they lay where they are shown."""
+        self._strided.setdefault(name, {}).update((array.begin, array) for array in arrays)
+
     def read(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of `name` from `offset` on."""
+        array = self._strided_at(name, offset)
+        if array is not None:
+            self._read_strided(name, array, offset, into)
+        else:
+            self._read_span(name, offset, into)
+
+    def _strided_at(self, name: str, offset: int) -> StridedArray | None:
+        """The array that is shown at `offset` of `name`, if any."""
+        if name not in self._strided:
+            return None
+        begin = max((begin for begin in self._strided[name] if begin <= offset), default=None)
+        return None if begin is None else self._strided[name][begin]
+
+    def _read_strided(self, name: str, array: StridedArray, offset: int, into: memoryview) -> None:
+        """What is shown behind the end of a file: arrays follow each other there, and a span may go over several."""
+        while len(into):
+            if self._held is None or self._held[:2] != (name, array.begin):
+                self._held = None  # its memory goes before the next one's comes
+                self._held = (name, array.begin, array.open(partial(self._read_span, name)))
+            part = into[: array.begin + array.nbytes - offset]
+            self._held[2].read(offset - array.begin, part)
+            offset, into = offset + len(part), into[len(part) :]
+            if offset == array.begin + array.nbytes:
+                self._held = None
+                array = self._strided[name].get(offset, array)
+
+    def _read_span(self, name: str, offset: int, into: memoryview) -> None:
         fd, done = self.descriptor(name), 0
         while done < len(into):
             try:
@@ -69,7 +105,7 @@ class Files:
     def copy(self, source: "Files", from_name: str, from_offset: int, name: str, offset: int, nbytes: int) -> None:
         """Copy bytes of a source's file to `name`, within the kernel where it can; some file systems share the blocks."""
         done = 0
-        while done < nbytes:
+        while done < nbytes and source._strided_at(from_name, from_offset) is None:
             from_fd, fd = source.descriptor(from_name), self.descriptor(name)
             try:
                 count = os.copy_file_range(from_fd, fd, nbytes - done, from_offset + done, offset + done)

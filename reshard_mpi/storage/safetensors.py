@@ -18,6 +18,7 @@ import msgspec
 from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import Count, strict_json
 from reshard_mpi.errors import InputError, StorageError
+from reshard_mpi.storage.strided import StridedArray
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 ALIGNMENT = 8  # of the first data byte
@@ -25,12 +26,16 @@ ALIGNMENT = 8  # of the first data byte
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order."""
+    """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order.
+
+    `strided` says how its elements really lie, where not in row-major order: then `begin` is where they are shown.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    strided: StridedArray | None = None
 
 
 class _Entry(msgspec.Struct):
@@ -41,6 +46,20 @@ class _Entry(msgspec.Struct):
 
 def read_header(fd: int, where: str) -> dict[str, StoredArray]:
     """Key -> array of the safetensors file `fd`; InputError at `where` when the header contradicts itself or the file."""
+    text, size = _header_text(fd, where)
+    return parse_header(text, 8 + len(text), size, where)
+
+
+def read_metadata(fd: int, where: str) -> dict[str, str]:
+    """`__metadata__` of the safetensors file `fd`."""
+    header = strict_json(_header_text(fd, where)[0], where)
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else {}
+    _check_metadata(metadata, where)
+    return metadata
+
+
+def _header_text(fd: int, where: str) -> tuple[bytes, int]:
+    """The JSON of a safetensors file, and the length of the file."""
     size = os.fstat(fd).st_size
     start = os.pread(fd, 8, 0)
     if len(start) < 8:
@@ -54,7 +73,7 @@ def read_header(fd: int, where: str) -> dict[str, StoredArray]:
     text = os.pread(fd, length, 8)
     if len(text) < length:
         raise StorageError(where, f"{len(text)} of {length} header bytes could be read; check the file system")
-    return parse_header(text, 8 + length, size, where)
+    return text, size
 
 
 def parse_header(text: bytes, data_start: int, file_nbytes: int, where: str) -> dict[str, StoredArray]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, name_of
+from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
 from reshard_mpi.checkpoint.mesh import MOST_RANKS
 from reshard_mpi.errors import (
@@ -36,6 +36,7 @@ class Source:
     folder: Path
     parsed: ParsedCase
     findings: Findings
+    is_described: bool = False  # of another format: the headers are known, and there is no case.json
     headers: Headers = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
@@ -44,7 +45,12 @@ class Source:
         return self.parsed.case
 
     def shard_files(self) -> list[str]:
-        """The file of every rank, also of one that holds nothing; a name that is a path is a fault, and not opened."""
+        """The file of every rank, also of one that holds nothing; a name that is a path is a fault, and not opened.
+
+        None of a checkpoint of another format: its files have been looked into to describe it.
+        """
+        if self.is_described:
+            return []
         named = {f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)}
         numbers = {name.split(".")[0] for name in named}
         ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
@@ -94,7 +100,7 @@ def open_source(folder: Path) -> Source:
     if not is_folder:
         raise UsageError(str(folder), "is no folder; give the folder that holds case.json")
     if not has_manifest:
-        raise StorageError(str(folder / CASE_FILE), "is not there; give the folder of a checkpoint case")
+        return _described_source(folder)
     with no_garbage_collection():
         parsed = parse_case(read_text(folder, CASE_FILE, LARGEST_MANIFEST), str(folder / CASE_FILE))
         findings = check_case(parsed)
@@ -107,6 +113,19 @@ def open_source(folder: Path) -> Source:
             "bytes can't be checked"
         )
     return source
+
+
+def _described_source(folder: Path) -> Source:
+    """A checkpoint of another format, described as a case."""
+    from reshard_mpi.formats.recognised import describe
+
+    with no_garbage_collection():
+        described = describe(folder)
+        findings = check_described(described.case)
+    for fault in findings.faults:
+        fault.where = fault.where.replace(CASE_FILE, str(folder), 1)
+    parsed = ParsedCase(described.case, described.digest, "", described.warnings)
+    return Source(folder, parsed, findings, True, described.headers, list(described.warnings))
 
 
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:
@@ -177,7 +196,8 @@ def _header_faults(source: Source) -> Iterator[ReshardError]:
 def load_alone(folder: Path) -> Source:
     """The source with manifest and headers, read by one process; all faults are in its findings."""
     source = open_source(folder)
-    headers, faults = read_headers(folder, source.shard_files())
-    source.findings.faults += faults
-    attach_headers(source, headers)
+    if not source.is_described:
+        headers, faults = read_headers(folder, source.shard_files())
+        source.findings.faults += faults
+        attach_headers(source, headers)
     return source

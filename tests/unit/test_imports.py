@@ -7,7 +7,7 @@ import sys
 
 import reshard_mpi
 
-ROOMS = ("check", "checkpoint", "layout", "mpi", "plan", "run", "show", "storage")
+ROOMS = ("check", "checkpoint", "formats", "layout", "mpi", "plan", "run", "show", "storage")
 # What talks MPI, or says in its signatures that all ranks call it.
 MAY_NEED_MPI = re.compile(r"reshard_mpi\.(mpi\..+|check\.(audit|compare|verify)|run\.(job|lead|move))")
 HEAVY = ("torch", "matplotlib", "h5py", "tqdm", "rich", "ml_dtypes", "safetensors")

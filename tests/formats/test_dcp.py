@@ -1,0 +1,202 @@
+"""PyTorch DCP folders as sources, written by real torch: what we make of them is what torch holds, or they are refused."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reshard_mpi.errors import InputError, ReshardError
+from reshard_mpi.formats.dcp import describe_dcp
+from tests.benchmarks.shards import map_shard
+from tests.jobs.outcome import assert_refused
+from tests.mpirun import run_mpi, run_python_mpi, tail
+
+torch = pytest.importorskip("torch")
+checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+
+KINDS = [("fsdp", 2), ("tp", 2), ("fsdp", 4), ("fsdp_tp", 4)]
+
+
+def written(folder: Path, what: str, kind: str, nranks: int) -> tuple[Path, Path]:
+    """A folder that torch saved, and the file with what it should become."""
+    saved = folder / f"{what}-{kind}-{nranks}"
+    arguments = ("-m", "tests.formats.torch_writer", what, kind, saved, folder / "rendezvous")
+    done = run_python_mpi(nranks, *arguments, timeout=120)
+    assert done.returncode == 0, tail(done.stderr)
+    return saved, saved.with_name(f"{saved.name}.truth.safetensors")
+
+
+def assert_holds(out: Path, truth: Path) -> None:
+    """`single`: every tensor whole, every byte that of torch."""
+    found, expected = map_shard(out / "rank-00000.safetensors"), map_shard(truth)
+    assert set(found) == set(expected)
+    for fqn, array in expected.items():
+        assert (found[fqn].dtype, found[fqn].shape) == (array.dtype, array.shape), fqn
+        assert np.array_equal(found[fqn], array), fqn
+
+
+@pytest.mark.parametrize(("kind", "nranks"), KINDS)
+def test_what_torch_saved_on_several_ranks_becomes_whole(kind, nranks, tmp_path):
+    saved, truth = written(tmp_path, "train", kind, nranks)
+    for ranks, verify in ((1, "source"), (3, "none"), (nranks, "full")):
+        out = tmp_path / f"out-{ranks}"
+        done = run_mpi(ranks, "reshard", saved, out, "--verify", verify)
+        assert done.returncode == 0, tail(done.stderr)
+        assert_holds(out, truth)
+        assert "1 entry that is no tensor is left out: step" in done.stderr
+    compared = run_mpi(2, "compare", saved, tmp_path / "out-1")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+
+
+@pytest.mark.parametrize("what", ["nested", "flat"])
+def test_a_sole_top_level_key_is_unwrapped_with_a_word(what, tmp_path):
+    saved, truth = written(tmp_path, what, "fsdp", 2)
+    done = run_mpi(2, "reshard", saved, tmp_path / "out")
+    assert done.returncode == 0, tail(done.stderr)
+    assert ("all names begin with 'model.'" in done.stderr) == (what == "nested")
+    assert_holds(tmp_path / "out", truth)
+
+
+TENSORS = {
+    "transposed": torch.arange(40.0).reshape(4, 10).t(),
+    "channels_last": torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "view": torch.arange(100.0).reshape(10, 10)[2:4],
+    "strided_view": torch.arange(100.0).reshape(10, 10)[:, ::2],
+    "0-d": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    **{
+        f"of {dtype}": torch.arange(24, dtype=torch.uint8).view(dtype)
+        for dtype in (
+            *(
+                torch.bool,
+                torch.uint8,
+                torch.int8,
+                torch.uint16,
+                torch.int16,
+                torch.uint32,
+                torch.int32,
+                torch.uint64,
+                torch.int64,
+            ),
+            *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+            *(
+                torch.float8_e4m3fn,
+                torch.float8_e5m2,
+                torch.float8_e4m3fnuz,
+                torch.float8_e5m2fnuz,
+                torch.float8_e8m0fnu,
+            ),
+        )
+        if dtype != torch.bool
+    },
+    "of bool": torch.tensor([True, False, True]),
+    "packed": torch.arange(24, dtype=torch.uint8).reshape(4, 6).view(torch.float4_e2m1fn_x2),
+}
+
+
+def raw(tensor: "torch.Tensor") -> bytes:
+    return (
+        tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        if tensor.ndim
+        else tensor.reshape(1).view(torch.uint8).numpy().tobytes()
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("dcp") / "saved"
+    checkpoint.save(TENSORS, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("memory", ["56K", "256M"])
+def test_every_dtype_and_every_order_of_storage_is_byte_equal(memory, saved, tmp_path):
+    done = run_mpi(2, "reshard", saved, tmp_path / "out", "--memory", memory)
+    assert done.returncode == 0, tail(done.stderr)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "rank-00000.safetensors", "pt") as found:
+        assert set(found.keys()) == set(TENSORS)
+    shard = map_bytes(tmp_path / "out" / "rank-00000.safetensors")
+    assert {fqn: shard[fqn] for fqn in TENSORS} == {fqn: raw(tensor) for fqn, tensor in TENSORS.items()}
+
+
+def map_bytes(path: Path) -> dict[str, bytes]:
+    """Key -> bytes, by the header alone."""
+    import json
+
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__")
+    return {key: content[8 + length :][slice(*entry["data_offsets"])] for key, entry in header.items()}
+
+
+# What torch takes without a word
+
+
+def damaged(saved: Path, folder: Path) -> tuple[Path, Path]:
+    """A copy, and its file of tensors."""
+    copy = shutil.copytree(saved, folder / "damaged")
+    return copy, next(copy.glob("*.distcp"))
+
+
+def test_a_flipped_byte_is_found_by_its_checksum(saved, tmp_path):
+    """torch loads it as it is."""
+    copy, file = damaged(saved, tmp_path)
+    content = bytearray(file.read_bytes())
+    at = content.index(np.arange(100, dtype=np.float32)[20:40].tobytes())
+    content[at + 3] ^= 1
+    file.write_bytes(content)
+    done = run_mpi(2, "reshard", copy, tmp_path / "out")
+    assert_refused(done, 4, "view", "CRC-32", out=tmp_path / "out")
+    assert_refused(run_mpi(2, "verify", copy), 4, "view")
+
+
+def test_a_file_that_is_missing_or_cut_short_is_named(saved, tmp_path):
+    copy, file = damaged(saved, tmp_path)
+    file.write_bytes(file.read_bytes()[:-200])
+    assert_refused(run_mpi(2, "reshard", copy, tmp_path / "out"), 3, file.name, out=tmp_path / "out")
+    file.unlink()
+    assert_refused(run_mpi(2, "reshard", copy, tmp_path / "out"), 5, file.name, out=tmp_path / "out")
+
+
+class _Evil:
+    def __reduce__(self):
+        return (__import__("os").system, ("touch /tmp/reshard-evil",))
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (pickle.dumps({"x": _Evil()}), "system"),
+        (pickle.dumps(print), "builtins.print"),
+        (pickle.dumps({1: 2}), "metadata"),
+        (b"\x80\x04garbage", "pickle"),
+        (b"", "pickle"),
+        (b"\x80\x04\x96" + (1 << 62).to_bytes(8, "little"), "pickle"),
+    ],
+)
+def test_a_pickle_is_read_but_never_run(content, word, tmp_path):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(InputError, match=word):
+        describe_dcp(tmp_path)
+    assert not Path("/tmp/reshard-evil").exists()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_damage_anywhere_ends_in_an_error_or_in_the_same_tensors(seed, saved, tmp_path):
+    copy, file = damaged(saved, tmp_path)
+    noise = np.random.default_rng(seed)
+    path = copy / ".metadata" if seed % 2 else file
+    content = bytearray(path.read_bytes())
+    for _ in range(4):
+        content[noise.integers(len(content))] = noise.integers(256)
+    path.write_bytes(content)
+    try:
+        described = describe_dcp(copy)
+    except ReshardError:
+        return
+    assert len(described.case.fragments) <= len(TENSORS)
