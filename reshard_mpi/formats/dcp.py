@@ -226,14 +226,13 @@ class _OpenFiles:
             raise InputError(
                 where, f"reaches over the {nbytes} bytes of its storage; the file is damaged: copy it anew"
             )
-        begin += first * element
-        if needed and not dense:
+        if needed and (nbytes != needed or not dense):
             strides = tuple(step * element for step in stride)
-            strided = StridedArray(size + self._shown_nbytes[place.file], begin, element, shape, strides)
+            shown_at = size + self._shown_nbytes[place.file]
             self._shown_nbytes[place.file] += needed
-            return StoredArray(dtype, _packed(shape, scale), strided.begin, needed, strided), None
-        digest = crc32_name(crc) if nbytes == needed > 0 else None
-        return StoredArray(dtype, _packed(shape, scale), begin, needed), digest
+            strided = StridedArray(shown_at, begin, nbytes, crc, first * element, element, shape, strides)
+            return StoredArray(dtype, _packed(shape, scale), shown_at, needed, strided), None
+        return StoredArray(dtype, _packed(shape, scale), begin, needed), crc32_name(crc) if needed else None
 
 
 class _Archive:

@@ -74,19 +74,25 @@ def write_index(outgoing: Outgoing, out: Path) -> list[str]:
     return [INDEX_FILE]
 
 
-def copy_assets(assets: Path, out: Path) -> list[str]:
-    """Copy configuration and tokenizer, which are whatever lies in the folder and is no weights; their names."""
-    copied = []
+def assets_of(folder: Path) -> list[Path]:
+    """Configuration and tokenizer: whatever lies in the folder and is no weights; StorageError when there is nothing."""
     try:
-        for path in sorted(assets.iterdir()):
-            if path.is_file() and not NO_ASSETS.fullmatch(path.name):
-                shutil.copyfile(path, out / path.name)
-                copied.append(path.name)
+        found = [path for path in sorted(folder.iterdir()) if path.is_file() and not NO_ASSETS.fullmatch(path.name)]
     except OSError as error:
-        raise storage_error(error.filename or assets, error, "copy") from error
-    if not copied:
-        raise StorageError(str(assets), "holds no config or tokenizer; give the folder of the model that this is")
-    return copied
+        raise storage_error(folder, error, "read") from error
+    if not found:
+        raise StorageError(str(folder), "holds no config or tokenizer; give the folder of the model that this is")
+    return found
+
+
+def copy_assets(folder: Path, out: Path) -> list[str]:
+    """Copy the assets to `out`; their names."""
+    for path in assets_of(folder):
+        try:
+            shutil.copyfile(path, out / path.name)
+        except OSError as error:
+            raise storage_error(path, error, "copy") from error
+    return [path.name for path in assets_of(folder)]
 
 
 def _natural(key: str) -> tuple[Any, ...]:

@@ -15,8 +15,8 @@ from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
-from reshard_mpi.errors import ReshardError, raise_first
-from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
+from reshard_mpi.errors import ReshardError, UsageError, raise_first
+from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
@@ -44,6 +44,10 @@ class Lead:
     def __init__(self, job: "Job", nranks: int):
         self.job, self.nranks, self.round_nbytes = job, nranks, round_nbytes_of(job.memory_nbytes)
         check_paths(job.source, job.out, job.overwrite)
+        if job.assets is not None and job.format != "hf":
+            raise UsageError("--hf-assets", "goes with --format hf; leave it out")
+        if job.assets is not None:
+            assets_of(job.assets)
 
     @property
     def case(self) -> Case:
@@ -64,7 +68,7 @@ class Lead:
         raise_first(faults)
         assert outgoing is not None
         held_nbytes = max(
-            (a.strided.span_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
+            (a.strided.storage_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
         )
         round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * held_nbytes)  # by what reads and what copies
         resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")

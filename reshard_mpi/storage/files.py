@@ -71,7 +71,7 @@ class Files:
         while len(into):
             if self._held is None or self._held[:2] != (name, array.begin):
                 self._held = None  # its memory goes before the next one's comes
-                self._held = (name, array.begin, array.open(partial(self._read_span, name)))
+                self._held = (name, array.begin, array.open(partial(self._read_span, name), str(self.folder / name)))
             part = into[: array.begin + array.nbytes - offset]
             self._held[2].read(offset - array.begin, part)
             offset, into = offset + len(part), into[len(part) :]

@@ -1,26 +1,33 @@
-"""Arrays that lie in their file in another order than row-major, as PyTorch saves a transposed tensor.
+"""Arrays that lie in their file in another order than row-major, or within a larger storage, as PyTorch saves views of tensors.
 
 Such an array is shown as if it lay in row-major order behind the end of its file: whoever plans and reads knows byte spans alone.
 Where such a span is read, the array is held in memory as it is stored, until its last byte was asked for.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard_mpi.errors import IntegrityError
+
 ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of the file from an offset on
 
 
 @dataclass(frozen=True)
 class StridedArray:
-    """An array of `shape`, with elements of `itemsize` bytes, the first at byte `first` of the file.
+    """An array of `shape`, with elements of `itemsize` bytes, the first at byte `first` of its storage.
 
-    `strides` are in bytes, none negative; `begin` is where it is shown.
+    The storage is the byte range [storage_begin, storage_begin + storage_nbytes) of the file, `crc32` that of its bytes. `strides`
+    are in bytes, none negative; `begin` is where the array is shown.
     """
 
     begin: int
+    storage_begin: int
+    storage_nbytes: int
+    crc32: int
     first: int
     itemsize: int
     shape: tuple[int, ...]
@@ -30,23 +37,28 @@ class StridedArray:
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
 
-    @property
-    def span_nbytes(self) -> int:
-        """Bytes of the file from its first element to its last."""
-        return sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)) + self.itemsize
-
-    def open(self, read: ReadSpan) -> "OpenStrided":
-        return OpenStrided(self, read)
+    def open(self, read: ReadSpan, where: str) -> "OpenStrided":
+        """The array, held in memory; IntegrityError at `where` when its bytes have changed since it was saved."""
+        return OpenStrided(self, read, where)
 
 
 class OpenStrided:
     """A strided array that is being read: the bytes of its rows, in order."""
 
-    def __init__(self, array: StridedArray, read: ReadSpan):
+    def __init__(self, array: StridedArray, read: ReadSpan, where: str):
         self._array = array
-        span = np.empty(array.span_nbytes, np.uint8)
-        read(array.first, span.data)
-        self._elements: NDArray[np.void] = np.ndarray(array.shape, f"V{array.itemsize}", span, 0, array.strides)
+        storage = np.empty(array.storage_nbytes, np.uint8)
+        read(array.storage_begin, storage.data)
+        found = zlib.crc32(storage)
+        if found != array.crc32:
+            raise IntegrityError(
+                where,
+                f"the {array.storage_nbytes} bytes at {array.storage_begin} have the CRC-32 {found:08x}, the archive says "
+                f"{array.crc32:08x}; they have changed since they were saved: get the file anew",
+            )
+        self._elements: NDArray[np.void] = np.ndarray(
+            array.shape, f"V{array.itemsize}", storage, array.first, array.strides
+        )
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of the array, in row-major order, from `offset` on."""
