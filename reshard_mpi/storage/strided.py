@@ -20,8 +20,8 @@ ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of
 class StridedArray:
     """An array of `shape`, with elements of `itemsize` bytes, the first at byte `first` of its storage.
 
-    The storage is the byte range [storage_begin, storage_begin + storage_nbytes) of the file, `crc32` that of its bytes. `strides`
-    are in bytes, none negative; `begin` is where the array is shown.
+    The storage is the byte range [storage_begin, storage_begin + storage_nbytes) of the file, `crc32` that of its bytes.
+    `strides` are in bytes, none negative; `begin` is where the array is shown.
     """
 
     begin: int
