@@ -91,9 +91,10 @@ def cut_slabs(tensors: SlabTensors) -> Slabs:
     begins = within == 0
     if tensors.ordered is None:
         begins[:] = True
-    else:  # where there are prefixes, boxes go on from one to the next
-        free = np.flatnonzero((nslabs == cuts.nranges)[tensor])
-        begins[free] |= _cuts_no_box(tensors, cuts.axis, tensor[free], start[free, axis_of[free]])
+    else:
+        leading = np.minimum(cuts.axis, np.argmax(tensors.shape > 1, axis=1))
+        edges = np.flatnonzero(~np.any(start * (np.arange(naxes) > leading[tensor, np.newaxis]), axis=1))
+        begins[edges] |= _cuts_no_box(tensors, leading, tensor[edges], start[edges, leading[tensor[edges]]])
     return Slabs(Boxes(start, stop), tensor, np.cumsum(begins) - 1)
 
 
@@ -107,7 +108,7 @@ def _cuts(tensors: SlabTensors) -> _Cuts:
     axis, most_rows = np.zeros(len(shape), np.int64), shape[:, 0].copy()
     left = np.flatnonzero(~fits)
     for candidate in range(shape.shape[1]):
-        read, written = (_busiest_rows(held, candidate, left, len(shape)) for held in (tensors.read, tensors.written))
+        read, written = (_busiest_rows(held, candidate, left, shape) for held in (tensors.read, tensors.written))
         axis[left], most_rows[left] = candidate, np.minimum(sent_limit[left] // read, limit[left] // written)
         left = left[most_rows[left] == 0]
     return _cut_rows(tensors, axis, np.maximum(most_rows, 1))
@@ -119,24 +120,27 @@ def _is_tight(held: Held) -> NDArray[np.bool_]:
     return held.stride[:, 0] == rows
 
 
-def _busiest_rows(held: Held, axis: int, tensors: Ints, ntensors: int) -> Ints:
+def _busiest_rows(held: Held, axis: int, tensors: Ints, shape: Ints) -> Ints:
     """Of each of the `tensors` the most bytes that one row of the axis costs a rank.
 
-    That is of all its boxes that share the row, padding included.
+    That is of all its boxes that share the row, padding included. Boxes that differ in an index before the axis are counted
+    together too, but of one row they can't be more than all of it.
     """
     index = np.flatnonzero(np.isin(held.tensor, tensors))
-    tensor, rank, stride = held.tensor[index], held.rank[index], held.stride[index, axis]
-    first, holder = equal_rows(tensor, rank)
-    several = np.bincount(holder)[holder] > 1
-    most = np.zeros(ntensors, np.int64)
-    np.maximum.at(most, tensor[~several], stride[~several])
-    index, holder, stride = index[several], holder[several], stride[several]
-    edge = np.concatenate([held.boxes.start[index, axis], held.boxes.stop[index, axis]])
+    boxes, tensor, stride = held.boxes.take(index), held.tensor[index], held.stride[index, axis]
+    most, padding = np.zeros(len(shape), np.int64), np.ones(len(shape), np.int64)
+    _, holder = equal_rows(tensor, held.rank[index])
+    alone = np.bincount(holder)[holder] == 1
+    np.maximum.at(most, tensor[alone], stride[alone])
+    several = np.flatnonzero(~alone)
+    edge = np.concatenate([boxes.start[several, axis], boxes.stop[several, axis]])
     # By row; where a box ends and the next begins, the end comes first. After the last row of a rank nothing is left.
-    order = np.lexsort((np.repeat([1, 0], len(index)), edge, np.tile(holder, 2)))
-    running = np.cumsum(np.concatenate([stride, -stride])[order])
-    np.maximum.at(most, np.tile(held.tensor[index], 2)[order], running)
-    return most[tensors]
+    order = np.lexsort((np.repeat([1, 0], len(several)), edge, np.tile(holder[several], 2)))
+    running = np.cumsum(np.concatenate([stride[several], -stride[several]])[order])
+    np.maximum.at(most, np.tile(tensor[several], 2)[order], running)
+    np.maximum.at(padding, tensor, -(-stride // np.prod((boxes.stop - boxes.start)[:, axis + 1 :], axis=1)))
+    row_nbytes = np.prod(shape[:, axis + 1 :], axis=1)
+    return np.where(most // padding > row_nbytes, row_nbytes * padding, most)[tensors]
 
 
 def _cut_rows(tensors: SlabTensors, axis: Ints, most_rows: Ints) -> _Cuts:

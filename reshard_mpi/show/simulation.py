@@ -130,9 +130,9 @@ def _plan(
     first = np.cumsum(np.concatenate([[0], *(boxes.nholders for boxes in read)]))
     chosen = holders[choose_members(nbytes, first, holders, source.size)]
     ranks = np.concatenate([ranks for ranks, _, _ in written])
-    source_table, source_arrays = _table(chosen, nbytes, [len(boxes.extent) for boxes in read])
+    source_table, source_arrays = _table(chosen, nbytes, [len(boxes.extent) for boxes in read], resources.hashing)
     target_table, target_arrays = _table(
-        ranks, _nbytes([extent for _, _, extent in written]), [len(extent) for _, _, extent in written]
+        ranks, _nbytes([extent for _, _, extent in written]), [len(extent) for _, _, extent in written], False
     )
     planned = [
         PlannedTensor(_form(*pair), *arrays)
@@ -178,7 +178,7 @@ def _complete(rules: Mapping[str, Rule], mesh: Mesh, tensor: Tensor, stacks: Sta
     return {axis: "replicate" if rule is None else rule for axis, rule in defaults.items()} | dict(rules)
 
 
-def _table(rank: Ints, nbytes: Ints, nboxes: Sequence[int]) -> tuple[ArrayTable, list[Ints]]:
+def _table(rank: Ints, nbytes: Ints, nboxes: Sequence[int], has_digests: bool) -> tuple[ArrayTable, list[Ints]]:
     """Arrays as if each rank stored its boxes one after the other; and of each tensor the arrays of its boxes."""
     order = np.argsort(rank, kind="stable")
     number = np.empty(len(rank), np.int64)
@@ -188,7 +188,9 @@ def _table(rank: Ints, nbytes: Ints, nboxes: Sequence[int]) -> tuple[ArrayTable,
     first = np.append(True, file[1:] != file[:-1])
     begin = ends - nbytes - (ends - nbytes)[first][np.cumsum(first) - 1]
     edges = np.cumsum([0, *nboxes]).tolist()
-    return ArrayTable.of(file, begin, nbytes), [number[a:b] for a, b in pairwise(edges)]
+    digest, has_digest = np.zeros((len(rank), 4), np.int64), np.full(len(rank), int(has_digests))
+    arrays = [number[a:b] for a, b in pairwise(edges)]
+    return ArrayTable.of(file, begin, nbytes, digest, has_digest), arrays
 
 
 def simulation_text(facts: Mapping[str, Any]) -> str:

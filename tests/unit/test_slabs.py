@@ -142,6 +142,32 @@ def test_slabs_within_rows_are_one_sequence():
     assert slabs_of(Tensor((3, 8), 4, ordered=ordered)).sequence.tolist() == [0] * 6
 
 
+def test_slabs_within_rows_are_a_sequence_for_each_box_of_the_first_axis():
+    """Four planes that are cut, of which boxes hold one, two and one: each box can be moved by itself."""
+    ordered = Boxes(np.array([[0, 0, 0], [1, 0, 0], [3, 0, 0]]), np.array([[1, 2, 4], [3, 2, 4], [4, 2, 4]]))
+    slabs = slabs_of(Tensor((4, 2, 4), 4, ordered=ordered))
+    assert slabs.sequence.tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_first_axis_of_one_does_not_tie_boxes_together():
+    ordered = Boxes(np.array([[0, 0, 0], [0, 1, 0]]), np.array([[1, 1, 4], [1, 2, 4]]))
+    assert slabs_of(Tensor((1, 2, 4), 2, ordered=ordered)).sequence.tolist() == [0, 0, 1, 1]
+
+
+def test_a_row_within_planes_is_of_one_plane():
+    """A rank that has four planes has no more of a row than the row."""
+    tiles = [Tile((n, 0, 0), (1, 4, 6), (0, 0, 0), (1, 4, 6)) for n in range(4)]
+    planes = held(tiles, [0, 0, 0, 0])
+    slabs = slabs_of(Tensor((4, 4, 6), 12, planes, planes))
+    assert len(slabs.tensor) == 8 and set(intervals(slabs, 1)) == {(0, 2), (2, 4)}
+
+
+def test_a_row_within_padded_planes_costs_its_padding_too():
+    tiles = [Tile((n, 0, 0), (1, 4, 6), (0, 0, 0), (1, 4, 12)) for n in range(4)]
+    planes = held(tiles, [0, 0, 0, 0])
+    assert len(slabs_of(Tensor((4, 4, 6), 12, planes, planes)).tensor) == 16
+
+
 def test_no_tensors_are_no_slabs():
     none, nothing = np.empty(0, np.int64), Boxes(*(np.empty((0, 3), np.int64) for _ in range(2)))
     nobody = Held(nothing, nothing.start, none, none)
