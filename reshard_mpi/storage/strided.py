@@ -49,7 +49,7 @@ class OpenStrided:
         self._array = array
         storage = np.empty(array.storage_nbytes, np.uint8)
         read(array.storage_begin, storage.data)
-        found = zlib.crc32(storage)
+        found = zlib.crc32(storage.data)
         if found != array.crc32:
             raise IntegrityError(
                 where,
