@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from reshard_mpi.boxes import Ints
 from reshard_mpi.check.oracles import oracle_arrays
 from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import ReshardError, names, plural, telling_order
-from reshard_mpi.plan.plan import Side, plan_arrays, traffic
+from reshard_mpi.plan.plan import Plan, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import size_text, topology_text
@@ -56,7 +57,7 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
     tensors = by_tensor(case.fragments)
     moved = traffic(plan)
     away = moved.sum(axis=1) - np.diagonal(moved)
-    read, written = (_nbytes_of_ranks(side, plan.nranks) for side in (plan.source, plan.target))
+    read, written = _read_nbytes(plan), np.bincount(plan.target.rank, plan.target.stored.boxes.volume, plan.nranks)
     ranks = [
         {
             "rank": rank,
@@ -86,10 +87,26 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _nbytes_of_ranks(side: Side, nranks: int) -> np.ndarray:
-    nbytes = np.zeros(nranks, np.int64)
-    np.add.at(nbytes, side.rank, side.stored.boxes.volume)
-    return nbytes
+def _read_nbytes(plan: Plan) -> Ints:
+    """What each rank reads of the source: from the first to the last byte of every box, padding between its rows included.
+
+    Where bytes are hashed, all of an array that has a digest.
+    """
+    side = plan.source
+    rows = np.arange(len(side.rank))
+    first, last = side.stored.spans(rows, side.stored.boxes)
+    begin = side.arrays.begin[side.array]
+    whole = (side.arrays.has_digest[side.array] > 0) & bool(plan.hashing)
+    first, last = np.where(whole, begin, first), np.where(whole, begin + side.arrays.nbytes[side.array], last)
+    file = side.arrays.file[side.array]
+    order = np.lexsort((last, first, file, side.rank))
+    rank, file, first, last = side.rank[order], file[order], first[order], last[order]
+    # What overlaps on a rank is read once: boxes of one array with padding between them, or two that are one array.
+    place = (rank * (1 + int(file.max(initial=0))) + file) * (1 + int(last.max(initial=0)))
+    reached = np.maximum.accumulate(np.append(0, place + last))[:-1]
+    return np.bincount(rank, np.maximum(place + last - np.maximum(reached, place + first), 0), plan.nranks).astype(
+        np.int64
+    )
 
 
 def _shards(prepared: Prepared) -> list[dict[str, Any]]:
