@@ -60,6 +60,8 @@ class Prepared:
 
 
 def target_mesh(case: Case, selection: Selection) -> Mesh:
+    if selection.target is None and selection.format == "hf":
+        return Mesh(())
     return selection.target or mesh_from_topology(case.topology.target, f"{CASE_FILE}: topology.target")
 
 
