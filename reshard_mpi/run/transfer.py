@@ -4,13 +4,15 @@ A reader and a writer each own their buffers and one worker thread: while round 
 k - 1 is written. `preadv`, `pwrite` and hashlib release Python's lock.
 """
 
+import heapq
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard_mpi.boxes import Ints
 from reshard_mpi.errors import IntegrityError
 from reshard_mpi.plan.plan import READ_BUFFERS, WRITE_BUFFERS, ArrayTable, Side
 from reshard_mpi.plan.rounds import Copies, Runs, Spans
@@ -18,6 +20,8 @@ from reshard_mpi.storage.digests import ALGORITHMS, RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
 Bytes = NDArray[np.uint8]
+Row = tuple[int, int, int, int]  # (array or file, offset, bytes, position in a buffer)
+STEP_NBYTES = 1 << 18  # what is hashed is read and written in such steps: the bytes are still in the core's own cache
 
 
 @dataclass
@@ -67,27 +71,24 @@ class Reader:
     def read(self, number: int, spans: Spans) -> Bytes:
         """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
         buffer = self.buffer(number)
-        started = time.perf_counter()
-        for file, offset, nbytes, position in _rows(spans.runs):
+        for (file, offset, nbytes, position), rows in _steps(spans, self._arrays.file, self._hashing):
+            started = time.perf_counter()
             self._files.read(self._names[file], offset, buffer.data[position : position + nbytes])
             self.work.nbytes += nbytes
-        self.work.seconds += time.perf_counter() - started
-        if self._hashing:
-            self._hash(spans, buffer)
+            read = time.perf_counter()
+            self.work.seconds += read - started
+            for array, begin, size, at in rows:
+                if self._arrays.has_digest[array]:
+                    self._feed(array, begin, buffer.data[at : at + size])
+            self.work.hash_seconds += time.perf_counter() - read
         return buffer
 
-    def _hash(self, spans: Spans, buffer: Bytes) -> None:
-        started = time.perf_counter()
-        for array, offset, nbytes, position in _rows(spans):
-            if not self._arrays.has_digest[array]:
-                continue
-            running = self.digest_of(array)
-            within = offset - int(self._arrays.begin[array])
-            _catch_up(self._files, self._names, self._arrays, array, running, within, self.work)
-            self.work.hashed_nbytes += running.feed(within, buffer.data[position : position + nbytes])
-            if running.is_complete:
-                self._compare(array, running)
-        self.work.hash_seconds += time.perf_counter() - started
+    def _feed(self, array: int, offset: int, data: memoryview) -> None:
+        running, within = self.digest_of(array), offset - int(self._arrays.begin[array])
+        _catch_up(self._files, self._names, self._arrays, array, running, within, self.work)
+        self.work.hashed_nbytes += running.feed(within, data)
+        if running.is_complete:
+            self._compare(array, running)
 
     def digest_of(self, array: int) -> RunningDigest:
         """The hash of an array that this rank reads, as far as it has come."""
@@ -157,15 +158,23 @@ class Writer:
 
     def write(self, *pieces: tuple[Spans, Bytes]) -> None:
         """Write the spans of a round, each from the buffer where they are."""
-        started = time.perf_counter()
-        for spans, buffer in pieces:
-            for file, offset, nbytes, position in _rows(spans.runs):
-                self._files.write(self._names[file], offset, buffer.data[position : position + nbytes])
-                self.work.nbytes += nbytes
-            self._written.update(spans.runs.file.tolist())
-        self.work.seconds += time.perf_counter() - started
-        if self._on_the_way:
-            self._hash(pieces)
+        steps = [self._steps_of(*piece) for piece in pieces]
+        for (file, offset, nbytes, position), rows, buffer in heapq.merge(*steps, key=lambda one: one[0]):
+            started = time.perf_counter()
+            self._files.write(self._names[file], offset, buffer.data[position : position + nbytes])
+            self._written.add(file)
+            self.work.nbytes += nbytes
+            written = time.perf_counter()
+            self.work.seconds += written - started
+            for array, begin, size, at in rows:
+                if array in self._on_the_way:
+                    within = begin - int(self._arrays.begin[array])
+                    self.work.hashed_nbytes += self._hashed[array].feed(within, buffer.data[at : at + size])
+            self.work.hash_seconds += time.perf_counter() - written
+
+    def _steps_of(self, spans: Spans, buffer: Bytes) -> Iterator[tuple[Row, list[Row], Bytes]]:
+        for step, rows in _steps(spans, self._arrays.file, bool(self._on_the_way)):
+            yield step, rows, buffer
 
     def copy(self, source: Files, source_names: Sequence[str], copies: Copies) -> None:
         """Copy from the source's files to the target's, unseen."""
@@ -176,15 +185,6 @@ class Writer:
             self.work.copied_nbytes += nbytes
         self._written.update(copies.file.tolist())
         self.work.seconds += time.perf_counter() - started
-
-    def _hash(self, pieces: Iterable[tuple[Spans, Bytes]]) -> None:
-        started = time.perf_counter()
-        due = [(row, buffer) for spans, buffer in pieces for row in _rows(spans) if row[0] in self._on_the_way]
-        for (array, offset, nbytes, position), buffer in sorted(due, key=lambda one: one[0]):
-            self.work.hashed_nbytes += self._hashed[array].feed(
-                offset - int(self._arrays.begin[array]), buffer.data[position : position + nbytes]
-            )
-        self.work.hash_seconds += time.perf_counter() - started
 
     def sync(self) -> None:
         """Return when what this rank has written is on the storage."""
@@ -212,7 +212,25 @@ def _catch_up(
     work.hashed_nbytes += again
 
 
-def _rows(spans: Spans | Runs) -> Iterator[tuple[int, int, int, int]]:
-    """(array or file, offset, bytes, position) of each."""
+def _steps(spans: Spans, file_of: Ints, hashing: bool) -> Iterator[tuple[Row, list[Row]]]:
+    """The runs, in file order and where bytes are hashed in small steps; and the parts of spans that lie in each step."""
+    rows, first = list(_rows(spans)) if hashing else [], 0
+    for file, offset, nbytes, position in _rows(spans.runs):
+        step = STEP_NBYTES if hashing else nbytes
+        for low in range(offset, offset + nbytes, step):
+            high, within = min(low + step, offset + nbytes), []
+            for index in range(first, len(rows)):
+                array, begin, size, at = rows[index]
+                if file_of[array] != file or begin >= high:
+                    break
+                a, b = max(low, begin), min(high, begin + size)
+                if a < b:
+                    within.append((array, a, b - a, at + a - begin))
+                if index == first and begin + size <= high:
+                    first += 1
+            yield (file, low, high - low, position + low - offset), within
+
+
+def _rows(spans: Spans | Runs) -> Iterator[Row]:
     of = spans.array if isinstance(spans, Spans) else spans.file
     yield from zip(of.tolist(), spans.offset.tolist(), spans.nbytes.tolist(), spans.position.tolist(), strict=True)
