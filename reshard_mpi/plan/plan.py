@@ -135,6 +135,18 @@ def traffic(plan: Plan) -> Ints:
     return found
 
 
+def received(plan: Plan) -> Ints:
+    """Bytes that each rank gets from others. Compares what lies on the same rank alone, so that it can be asked of any plan."""
+    own = np.flatnonzero(plan.target.is_own)
+    boxes, tensor, rank = plan.target.stored.boxes.take(own), plan.target.tensor[own], plan.target.rank[own]
+    here = plan.source.tensor * plan.nranks + plan.source.rank
+    i, j = join(plan.source.stored.boxes, boxes, here, tensor * plan.nranks + rank)
+    found = np.zeros(plan.nranks, np.int64)
+    np.add.at(found, rank, boxes.volume)
+    np.subtract.at(found, rank[j], meet(plan.source.stored.boxes.take(i), boxes.take(j)).volume)
+    return found
+
+
 def plan_arrays(value: object) -> Iterator[Ints | int]:
     """The numbers that a plan (or a part of one) is made of, in the order of its fields."""
     if isinstance(value, int | np.ndarray):

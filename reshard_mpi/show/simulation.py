@@ -16,7 +16,7 @@ from reshard_mpi.checkpoint.manifest import Rule
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import UsageError, plural
 from reshard_mpi.layout.rules import Placement, Stacks, Tensor, boxes_of, default_rule, placement_of
-from reshard_mpi.plan.plan import ArrayTable, Plan, plan_arrays
+from reshard_mpi.plan.plan import ArrayTable, Plan, plan_arrays, received
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import ByteForm, byte_form_of_arrays
@@ -97,6 +97,10 @@ def simulate(name: str, source: Mesh, target: Mesh, resources: Resources) -> dic
         "nranks": resources.nranks,
         "nrounds": plan.nrounds,
         "nbytes": int(plan.slabs.volume.sum()),
+        "ranks": {
+            f"{what}_nbytes": {"mean": int(nbytes.mean()), "most": int(nbytes.max())}
+            for what, nbytes in (("read", read), ("received", received(plan)), ("written", written))
+        },
         "busiest_over_mean": round(float(moved.max() / moved.mean()), 3) if moved.any() else 1.0,
         "buffers_nbytes": plan.memory_nbytes,
         "plan_nbytes": sum(value.nbytes for value in plan_arrays(plan) if isinstance(value, np.ndarray)),
@@ -202,7 +206,15 @@ def simulation_text(facts: Mapping[str, Any]) -> str:
             f"{facts['nboxes'][0]} boxes read, {facts['nboxes'][1]} written",
             f"  {plural(facts['nranks'], 'rank')}, {plural(facts['nrounds'], 'round')}, "
             f"busiest rank {facts['busiest_over_mean']:.2f} of the mean, buffers {size_text(facts['buffers_nbytes'])} a rank",
+            f"  a rank: {_per_rank(facts['ranks'])}",
             f"  planned in {facts['seconds']:.2f} s; plan {size_text(facts['plan_nbytes'])}, "
             f"peak memory {size_text(facts['peak_rss_nbytes'])}",
         ]
+    )
+
+
+def _per_rank(ranks: Mapping[str, Mapping[str, int]]) -> str:
+    return ", ".join(
+        f"{what.removesuffix('_nbytes')} {size_text(nbytes['mean'])} (at most {size_text(nbytes['most'])})"
+        for what, nbytes in ranks.items()
     )

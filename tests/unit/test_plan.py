@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi.errors import PlanningError
 from reshard_mpi.plan import shares
-from reshard_mpi.plan.plan import BUFFERS, NOBODY, Plan, plan_arrays, plan_from_arrays, traffic
+from reshard_mpi.plan.plan import BUFFERS, NOBODY, Plan, plan_arrays, plan_from_arrays, received, traffic
 from reshard_mpi.plan.planner import (
     LEAST_ROUND_NBYTES,
     MOST_ROUND_NBYTES,
@@ -44,6 +44,7 @@ def hold_against_whole_arrays(job: Job, plan: Plan) -> Seen:
         assert np.array_equal(read[needed > 0], needed[needed > 0])
     moved = traffic(plan)
     assert seen.sent_nbytes == moved.sum() - np.trace(moved)
+    assert np.array_equal(received(plan), moved.sum(axis=0) - np.diagonal(moved))
     if job.resources.hashing:
         for array, touched in seen.read_of.items():
             hold_in_order(touched, plan.source.arrays.hasher[array])
