@@ -129,9 +129,9 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--format",
-        choices=("safetensors", "hf"),
+        choices=("safetensors", "hdf5", "hf"),
         default="safetensors",
-        help="shards and case.json, or a Hugging Face folder (default safetensors)",
+        help="case.json and shards of safetensors or HDF5, or a Hugging Face folder (default safetensors)",
     )
     parser.add_argument(
         "--max-shard-size",

@@ -168,7 +168,13 @@ def _plan(options: argparse.Namespace) -> int:
     source = load_alone(options.source)
     prepared, faults = refusals_of(
         source,
-        Selection(options.target, tuple(options.include), tuple(options.exclude)),
+        Selection(
+            options.target,
+            tuple(options.include),
+            tuple(options.exclude),
+            format=options.format,
+            most_file_nbytes=options.max_shard_size,
+        ),
         nranks=options.ranks or source.case.world_size,
         memory_nbytes=options.memory,
         writers="owner" if options.writers == "owner" else "shared",

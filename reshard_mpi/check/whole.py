@@ -20,7 +20,7 @@ from reshard_mpi.storage.files import Files
 if TYPE_CHECKING:
     from reshard_mpi.checkpoint.manifest import Fragment
     from reshard_mpi.storage.safetensors import StoredArray
-    from reshard_mpi.storage.strided import StridedArray
+    from reshard_mpi.storage.shown import ShownArray
 
 Bytes = NDArray[np.uint8]
 PART_NBYTES = 4 << 20  # of a tensor that are held at once
@@ -37,7 +37,7 @@ class WholeTensor:
     places: tuple[Place, ...]
     files: tuple[str, ...]
     begins: tuple[int, ...]
-    strided: "tuple[tuple[str, StridedArray], ...]" = ()  # of these files, what doesn't lie in row-major order
+    strided: "tuple[tuple[str, ShownArray], ...]" = ()  # of these files, what is no span
     algorithm: str = "sha256"
 
     @property

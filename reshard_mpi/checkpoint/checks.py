@@ -197,6 +197,10 @@ def _identity_faults(fragments: Sequence[Fragment]) -> Iterator[ReshardError]:
     for fragment_id, count in Counter(fragment.fragment_id for fragment in fragments).items():
         if count > 1:
             yield InputError(CASE_FILE, f"fragment_id {fragment_id!r} is used {count} times; expected each once")
+    file_of_rank: dict[int, str] = {}
+    for rank, file in sorted({(fragment.rank, fragment.payload_file) for fragment in fragments}):
+        if file_of_rank.setdefault(rank, file) != file:
+            yield InputError(CASE_FILE, f"rank {rank} has two files, {file_of_rank[rank]} and {file}; expected one")
     tuple_of_rank: dict[int, Coordinates] = {}
     rank_of_tuple: dict[Coordinates, int] = {}
     for coordinates in sorted({fragment.topology_coordinates for fragment in fragments}):

@@ -50,6 +50,7 @@ def in_files(outgoing: Outgoing, most_nbytes: int) -> Outgoing:
         array_of=tuple(position[array] for array in outgoing.array_of),
         aliases={},
         files=names,
+        keys=outgoing.keys,
     )
 
 

@@ -56,7 +56,7 @@ class Outgoing:
     """The case to be written, still without digests; `array_of[i]` is the array that holds `case.fragments[i]`.
 
     Arrays are in the order of the shards, within a shard in the order in which they are stored. `aliases[rank]` maps the key
-    under which a tensor would have been stored to the key of the array that it shares.
+    under which a tensor would have been stored to the key of the array that it shares; `keys` are those of all tensors.
     """
 
     case: Case
@@ -64,6 +64,7 @@ class Outgoing:
     array_of: tuple[int, ...]
     aliases: Mapping[int, Mapping[str, str]]
     files: tuple[str, ...]
+    keys: Mapping[str, str]
 
     @property
     def nranks(self) -> int:
@@ -98,8 +99,10 @@ def payload_keys(case: Case) -> dict[str, str]:
     return keys
 
 
-def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection[str]) -> Outgoing:
-    """The case that holds the `included` tensors of `case` in the `target` topology."""
+def outgoing_case(
+    case: Case, layout: Layout, target: Mesh, included: Collection[str], suffix: str = "safetensors"
+) -> Outgoing:
+    """The case that holds the `included` tensors of `case` in the `target` topology; `suffix` is that of its shards."""
     keys = payload_keys(case)
     stacks = Stacks(fragment.fqn for fragment in case.fragments)
     kept = set(included)
@@ -113,7 +116,7 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
     }
     on_rank = {(rank, tensor_id): box for tensor_id, boxes in held.items() for rank, box in boxes}
     evidence = _evidence(case.case_id, tensors, held)
-    ranks = [_on_rank(target, rank) for rank in range(target.size)]
+    ranks = [_on_rank(target, rank, suffix) for rank in range(target.size)]
     fragments: list[Fragment] = []
     array_of_fragment: list[tuple[int, str]] = []
     aliases: defaultdict[int, dict[str, str]] = defaultdict(dict)
@@ -143,7 +146,10 @@ def outgoing_case(case: Case, layout: Layout, target: Mesh, included: Collection
             fragments[i] = msgspec.structs.replace(fragments[i], shared_storage_id=f"{keeper}|r{rank}")
     written = _case(case, layout, target, tensors, tuple(fragments[i] for i in order))
     files = tuple(rank.file for rank in ranks)
-    return Outgoing(written, tuple(arrays), tuple(position[array_of_fragment[i]] for i in order), aliases, files)
+    array_of = tuple(position[array_of_fragment[i]] for i in order)
+    return Outgoing(
+        written, tuple(arrays), array_of, aliases, files, {tensor_id: keys[tensor_id] for tensor_id in held}
+    )
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:
@@ -169,8 +175,8 @@ class _Rank(NamedTuple):
     coordinates: Coordinates
 
 
-def _on_rank(target: Mesh, rank: int) -> _Rank:
-    file = f"rank-{rank:05d}.safetensors"
+def _on_rank(target: Mesh, rank: int, suffix: str) -> _Rank:
+    file = f"rank-{rank:05d}.{suffix}"
     coordinates = tuple(sorted({**target.coordinates(rank), "rank": rank}.items()))
     return _Rank(file, f"source-digest:{file}", coordinates)
 

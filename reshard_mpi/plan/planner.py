@@ -19,6 +19,7 @@ from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Ordered, Slabs, SlabTenso
 from reshard_mpi.plan.stored import ByteForm, StoredBoxes, stacked
 
 LEAST_ROUND_NBYTES = 1 << 13
+UNCOUNTED_NBYTES = 1 << 16
 MOST_ROUND_NBYTES = 1 << 24  # more is no faster: the first touch of a buffer costs more than a round
 
 
@@ -44,8 +45,9 @@ class Resources:
 def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0) -> int:
     """Bytes that a rank may read, send, receive or write in a round; PlanningError when `memory_nbytes` is too little.
 
-    `held_nbytes` are needed beside the buffers.
+    `held_nbytes` are needed beside the buffers; a little is lost in what Python needs anyway.
     """
+    held_nbytes = max(held_nbytes - UNCOUNTED_NBYTES, 0)
     least = BUFFERS * LEAST_ROUND_NBYTES + held_nbytes
     if memory_nbytes < least:
         raise PlanningError(

@@ -15,6 +15,7 @@ from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.errors import ReshardError, UsageError, names
+from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
@@ -35,7 +36,7 @@ class Selection:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     layout: Layout | None = None
-    format: str = "safetensors"  # or hf
+    format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
 
 
@@ -93,7 +94,10 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         kept = select_tensors(source.case, selection)
         layout, faults = target_layout(source.case, target, selection.layout)
         if not faults:
-            outgoing = outgoing_case(source.case, layout, target, kept)
+            suffix = "h5" if selection.format == "hdf5" else "safetensors"
+            outgoing = outgoing_case(source.case, layout, target, kept, suffix)
+            if selection.format == "hdf5":
+                check_names(outgoing)
             return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []
     except ReshardError as fault:
         faults = [fault]
@@ -164,8 +168,12 @@ def target_files(outgoing: Outgoing) -> tuple[tuple[TargetFile, ...], list[Store
         by_rank[array.rank].append((array.key, array.dtype, array.shape))
     files, spans = [], []
     for rank, name in enumerate(outgoing.files):
-        head, stored = build_header(by_rank[rank], {"format": "pt"} | dict(outgoing.aliases.get(rank, {})))
-        files.append(TargetFile(name, head, len(head) + sum(array.nbytes for array in stored)))
+        aliases = outgoing.aliases.get(rank, {})
+        if name.endswith(".h5"):
+            head, stored = build_hdf5(tuple(by_rank[rank]), tuple(sorted(aliases.items())))
+        else:
+            head, stored = build_header(by_rank[rank], {"format": "pt"} | dict(aliases))
+        files.append(TargetFile(name, head, max((array.begin + array.nbytes for array in stored), default=len(head))))
         spans += stored
     return tuple(files), spans
 

@@ -37,12 +37,17 @@ class Job:
     verify: str = "source"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    format: str = "safetensors"  # or hf
+    format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
     overwrite: bool = False
     restart: bool = False
     progress: str = "off"
+
+    @property
+    def writes_case(self) -> bool:
+        """Is OUT a case with a manifest of ours?"""
+        return self.format != "hf"
 
 
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.errors import ReshardError, UsageError, raise_first
+from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
@@ -25,8 +26,8 @@ from reshard_mpi.run.move import Names
 from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
+from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
-from reshard_mpi.storage.strided import StridedArray
 
 if TYPE_CHECKING:
     from reshard_mpi.run.job import Job
@@ -67,10 +68,7 @@ class Lead:
         outgoing, faults = outgoing_of(source, selection)
         raise_first(faults)
         assert outgoing is not None
-        held_nbytes = max(
-            (a.strided.storage_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
-        )
-        round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * held_nbytes)  # by what reads and what copies
+        round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * source.held_nbytes)  # by what reads and what copies
         resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
         self.source, self.prepared = source, prepare(source, outgoing, resources)
         warn(source.warnings)
@@ -148,8 +146,8 @@ class Lead:
             self._strided(),
         )
 
-    def _strided(self) -> dict[str, tuple[StridedArray, ...]]:
-        """The source's arrays that don't lie in row-major order, by file."""
+    def _strided(self) -> dict[str, tuple[ShownArray, ...]]:
+        """The source's arrays that are no span of their file, by file."""
         found = {
             file: tuple(array.strided for array in arrays.values() if array.strided)
             for file, arrays in self.source.headers.items()
@@ -164,7 +162,7 @@ class Lead:
     def written(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
         written = self._with_digests(digests)
-        if self.job.format == "safetensors":
+        if self.job.writes_case:
             copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
         return written
 
@@ -195,7 +193,7 @@ class Lead:
             tensors = by_tensor(written.fragments)
             for oracle in written.oracles:
                 expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
-            faults = oracle_file_faults(names.target_folder, written) if self.job.format == "safetensors" else []
+            faults = oracle_file_faults(names.target_folder, written) if self.job.writes_case else []
         return expected, faults
 
     # ---- the end
@@ -203,10 +201,13 @@ class Lead:
     def commit(self, written: Case | None) -> None:
         """Write `case.json`, or what says it in another format, and make OUT of it all."""
         assert written is not None
-        named = [CASE_FILE] if self.job.format == "safetensors" else []
-        if named:
+        named = []
+        if self.job.format == "hdf5":
+            named += write_global_view(self.prepared.outgoing, self.partial.path)
+        if self.job.writes_case:
             text = case_text(written)
             create_file(self.partial.path / CASE_FILE, len(text), text)
+            named += [CASE_FILE]
         else:
             named += write_index(self.prepared.outgoing, self.partial.path)
             named += copy_assets(self.job.assets, self.partial.path) if self.job.assets else []

@@ -24,7 +24,7 @@ from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
 from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.files import Files
-from reshard_mpi.storage.strided import StridedArray
+from reshard_mpi.storage.shown import ShownArray
 
 NBYTES_BETWEEN_AGREEMENTS = 1 << 26  # of a rank: a moment, even on a slow disk
 
@@ -38,7 +38,7 @@ class Names:
     source_keys: tuple[str, ...]
     target_folder: Path
     target_files: tuple[str, ...]
-    strided: Mapping[str, Sequence[StridedArray]] = field(default_factory=dict)  # of the source, by file
+    strided: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def refusals_of(
         faults += refused
     try:
         faults += _oracle_array_faults(source)
-        resources = Resources(nranks, round_nbytes_of(memory_nbytes), writers, hashing)
+        resources = Resources(nranks, round_nbytes_of(memory_nbytes, source.held_nbytes), writers, hashing)
         if outgoing is not None and not faults:
             return prepare(source, outgoing, resources), []
     except ReshardError as fault:

@@ -9,13 +9,14 @@ import errno
 import os
 import resource
 import stat
+from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import InputError, StorageError, storage_error
-from reshard_mpi.storage.strided import OpenStrided, StridedArray
+from reshard_mpi.storage.shown import OpenArray, ShownArray
 
 NFS_SUPER_MAGIC = 0x6969
 COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
@@ -33,8 +34,9 @@ class Files:
         self.folder = folder
         self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not hang us
         self._open: OrderedDict[str, int] = OrderedDict()
-        self._strided: dict[str, dict[int, StridedArray]] = {}  # name -> begin -> array
-        self._held: tuple[str, int, OpenStrided] | None = None
+        self._shown: dict[str, dict[int, ShownArray]] = {}  # name -> begin -> array
+        self._begins: dict[str, list[int]] = {}  # the same, sorted
+        self._held: tuple[str, int, OpenArray] | None = None
         self._most = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
     def descriptor(self, name: str) -> int:
@@ -47,37 +49,46 @@ class Files:
         self._open[name] = fd = open_regular(self.folder, name, self._flags)
         return fd
 
-    def show(self, name: str, arrays: Iterable[StridedArray]) -> None:
-        """From now on arrays of `name` that lie in another order can be read as if they lay where they are shown."""
-        self._strided.setdefault(name, {}).update((array.begin, array) for array in arrays)
+    def show(self, name: str, arrays: Iterable[ShownArray]) -> None:
+        """From now on arrays of `name` that are no span of it can be read as if they lay where they are shown."""
+        shown, begins = self._shown.setdefault(name, {}), self._begins.setdefault(name, [])
+        for array in arrays:
+            if array.begin not in shown:
+                insort(begins, array.begin)
+            shown[array.begin] = array
 
     def read(self, name: str, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of `name` from `offset` on."""
-        array = self._strided_at(name, offset)
+        array = self._shown_at(name, offset)
         if array is not None:
-            self._read_strided(name, array, offset, into)
+            self._read_shown(name, array, offset, into)
         else:
             self._read_span(name, offset, into)
 
-    def _strided_at(self, name: str, offset: int) -> StridedArray | None:
+    def _shown_at(self, name: str, offset: int) -> ShownArray | None:
         """The array that is shown at `offset` of `name`, if any."""
-        if name not in self._strided:
+        if name not in self._shown:
             return None
-        begin = max((begin for begin in self._strided[name] if begin <= offset), default=None)
-        return None if begin is None else self._strided[name][begin]
+        number = bisect_right(self._begins[name], offset)
+        return self._shown[name][self._begins[name][number - 1]] if number else None
 
-    def _read_strided(self, name: str, array: StridedArray, offset: int, into: memoryview) -> None:
+    def _read_shown(self, name: str, array: ShownArray, offset: int, into: memoryview) -> None:
         """What is shown behind the end of a file: arrays follow each other there, and a span may go over several."""
         while len(into):
             if self._held is None or self._held[:2] != (name, array.begin):
-                self._held = None  # its memory goes before the next one's comes
+                self._drop_held()  # its memory goes before the next one's comes
                 self._held = (name, array.begin, array.open(partial(self._read_span, name), str(self.folder / name)))
             part = into[: array.begin + array.nbytes - offset]
             self._held[2].read(offset - array.begin, part)
             offset, into = offset + len(part), into[len(part) :]
             if offset == array.begin + array.nbytes:
-                self._held = None
-                array = self._strided[name].get(offset, array)
+                self._drop_held()
+                array = self._shown[name].get(offset, array)
+
+    def _drop_held(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            held[2].close()
 
     def _read_span(self, name: str, offset: int, into: memoryview) -> None:
         fd, done = self.descriptor(name), 0
@@ -105,7 +116,7 @@ class Files:
     def copy(self, source: "Files", from_name: str, from_offset: int, name: str, offset: int, nbytes: int) -> None:
         """Copy bytes of a source's file to `name`, within the kernel where it can; some file systems share the blocks."""
         done = 0
-        while done < nbytes and source._strided_at(from_name, from_offset) is None:
+        while done < nbytes and source._shown_at(from_name, from_offset) is None:
             from_fd, fd = source.descriptor(from_name), self.descriptor(name)
             try:
                 count = os.copy_file_range(from_fd, fd, nbytes - done, from_offset + done, offset + done)
@@ -131,6 +142,7 @@ class Files:
             raise storage_error(self.folder / name, error, "sync") from error
 
     def close(self) -> None:
+        self._drop_held()
         while self._open:
             os.close(self._open.popitem()[1])
 

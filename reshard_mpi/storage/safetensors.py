@@ -18,7 +18,7 @@ import msgspec
 from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import Count, strict_json
 from reshard_mpi.errors import InputError, StorageError
-from reshard_mpi.storage.strided import StridedArray
+from reshard_mpi.storage.shown import ShownArray
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 ALIGNMENT = 8  # of the first data byte
@@ -28,14 +28,14 @@ ALIGNMENT = 8  # of the first data byte
 class StoredArray:
     """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order.
 
-    `strided` says how its elements really lie, where not in row-major order: then `begin` is where they are shown.
+    `strided` says how its elements really lie, where they are no such span: then `begin` is where they are shown.
     """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     nbytes: int
-    strided: StridedArray | None = None
+    strided: ShownArray | None = None
 
 
 class _Entry(msgspec.Struct):

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,7 +55,14 @@ class Source:
         numbers = {name.split(".")[0] for name in named}
         ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
         unnamed = {f"rank-{rank:05d}" for rank in ranks} - numbers
-        return sorted(named | {f"{name}.safetensors" for name in unnamed})
+        suffix = "h5" if named and all(name.endswith(".h5") for name in named) else "safetensors"
+        return sorted(named | {f"{name}.{suffix}" for name in unnamed})
+
+    @property
+    def held_nbytes(self) -> int:
+        """Of memory, at most, for an array that is no span of its file: by who reads and by who copies."""
+        arrays = (array for of_file in self.headers.values() for array in of_file.values())
+        return 2 * max((array.strided.held_nbytes for array in arrays if array.strided), default=0)
 
     def raise_first(self) -> None:
         raise_first(self.findings.faults)
@@ -144,12 +151,21 @@ def read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, dict[str
         try:
             fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                headers[name] = read_header(fd, str(folder / name))
+                headers[name] = _reader_of(name)(fd, str(folder / name))
             finally:
                 os.close(fd)
         except ReshardError as fault:
             faults.append(fault)
     return headers, faults
+
+
+def _reader_of(name: str) -> Callable[[int, str], dict[str, StoredArray]]:
+    """What reads the header of a file of that name."""
+    if not name.endswith(".h5"):
+        return read_header
+    from reshard_mpi.storage.hdf5 import read_hdf5
+
+    return read_hdf5
 
 
 @no_garbage_collection()
@@ -158,8 +174,12 @@ def attach_headers(source: Source, headers: Headers) -> None:
     source.headers = headers
     source.findings.faults += _header_faults(source)
     named = {(fragment.payload_file, fragment.payload_key) for fragment in source.case.fragments}
+    stored = {(file, headers[file][key]) for file, key in named if key in headers.get(file, ())}
     unnamed = [
-        f"{file}:{key}" for file, arrays in sorted(headers.items()) for key in arrays if (file, key) not in named
+        f"{file}:{key}"
+        for file, arrays in sorted(headers.items())
+        for key, array in arrays.items()
+        if (file, key) not in named and not (array.nbytes and (file, array) in stored)  # a link to one that is named
     ]
     if unnamed:
         source.warnings.append(

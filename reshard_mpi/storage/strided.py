@@ -1,19 +1,16 @@
 """Arrays that lie in their file in another order than row-major, or within a larger storage, as PyTorch saves views of tensors.
 
-Such an array is shown as if it lay in row-major order behind the end of its file: whoever plans and reads knows byte spans alone.
-Where such a span is read, the array is held in memory as it is stored, until its last byte was asked for.
+Where such an array is read, it is held in memory as it is stored, until its last byte was asked for.
 """
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reshard_mpi.errors import IntegrityError
-
-ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of the file from an offset on
+from reshard_mpi.storage.shown import ReadSpan
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,10 @@ class StridedArray:
     @property
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+
+    @property
+    def held_nbytes(self) -> int:
+        return self.storage_nbytes
 
     def open(self, read: ReadSpan, where: str) -> "OpenStrided":
         """The array, held in memory; IntegrityError at `where` when its bytes have changed since it was saved."""
@@ -66,3 +67,6 @@ class OpenStrided:
         first, last = offset // row_nbytes, -(-(offset + len(into)) // row_nbytes)
         rows = np.ascontiguousarray(self._elements[first:last]).view(np.uint8).reshape(-1)
         into[:] = rows[offset - first * row_nbytes :][: len(into)].data
+
+    def close(self) -> None:
+        """Nothing is open."""
