@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from reshard_mpi import __version__
 from reshard_mpi.checkpoint.mesh import Mesh, parse_target
+from reshard_mpi.checkpoint.wanted import rename_rule
 from reshard_mpi.errors import UsageError, one_line
 
 DEMO = "demo"  # what runs without a command
@@ -126,6 +127,23 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)"
+    )
+    parser.add_argument(
+        "--rename",
+        type=rename_rule,
+        action="append",
+        default=[],
+        metavar="'PATTERN=>REPLACEMENT'",
+        help="in every fqn, replace all matches of a Python regular expression; may be repeated: each rule works on what "
+        "the one before has made of the name. Layouts, --include and --exclude know the new names",
+    )
+    parser.add_argument(
+        "--rename-file",
+        type=Path,
+        action="append",
+        dest="rename",
+        metavar="FILE",
+        help="such rules, one a line; # begins a comment line",
     )
     parser.add_argument(
         "--format",

@@ -6,7 +6,7 @@ Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` 
 import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,10 +14,12 @@ from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
+from reshard_mpi.checkpoint.wanted import RenameRule
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.plan.changes import Changes, dropped_from, renamed_source
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.shares import choose_members
@@ -37,6 +39,7 @@ class Selection:
     layout: Layout | None = None
     format: str = "safetensors"  # or hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
+    rename: tuple[RenameRule, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,16 @@ def select_tensors(case: Case, selection: Selection) -> list[str]:
 
 
 @no_garbage_collection()
+def changed_source(source: Source, selection: Selection) -> tuple[Source, Changes]:
+    """The source as if its tensors had the names that they get, and all that is changed in tensors."""
+    renamed, changes = renamed_source(source, selection.rename)
+    kept = select_tensors(renamed.case, selection)
+    return renamed, replace(changes, dropped=dropped_from(renamed.case, kept))
+
+
+@no_garbage_collection()
 def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, list[ReshardError]]:
-    """The case to write, or why there can't be one."""
+    """The case to write, or why there can't be one. The source must have been changed as it was selected (`changed_source`)."""
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)

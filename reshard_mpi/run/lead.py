@@ -15,10 +15,12 @@ from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
+from reshard_mpi.checkpoint.wanted import rename_rules
 from reshard_mpi.errors import ReshardError, raise_first
 from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
+from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.move import Names
@@ -38,6 +40,9 @@ class Lead:
     """A job on rank 0, step by step: checked, prepared, begun, committed. A step that can't be done raises a ReshardError."""
 
     source: Source
+    changed: Source  # as if its tensors were called and typed as they will be
+    changes: Changes
+    warnings: list[str]
     prepared: Prepared
     partial: PartialFolder
 
@@ -58,9 +63,15 @@ class Lead:
         source.raise_first()
         job = self.job
         selection = Selection(
-            job.target, job.include, job.exclude, format=job.format, most_file_nbytes=job.most_file_nbytes
+            job.target,
+            job.include,
+            job.exclude,
+            format=job.format,
+            most_file_nbytes=job.most_file_nbytes,
+            rename=rename_rules(job.rename),
         )
-        outgoing, faults = outgoing_of(source, selection)
+        self.changed, self.changes = changed_source(source, selection)
+        outgoing, faults = outgoing_of(self.changed, selection)
         raise_first(faults)
         assert outgoing is not None
         held_nbytes = max(
@@ -68,8 +79,9 @@ class Lead:
         )
         round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * held_nbytes)  # by what reads and what copies
         resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
-        self.source, self.prepared = source, prepare(source, outgoing, resources)
-        warn(source.warnings)
+        self.source, self.prepared = source, prepare(self.changed, outgoing, resources)
+        self.warnings = [*source.warnings, *self.changes.warnings]
+        warn(self.warnings)
 
     def _writers(self) -> str:
         """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
@@ -95,7 +107,9 @@ class Lead:
         }
 
     def _kept_tensors(self) -> set[str]:
-        return {fragment.logical_tensor_id for fragment in self.case.fragments}
+        """Their ids in the source."""
+        ids = {fragment.logical_tensor_id for fragment in self.case.fragments}
+        return {(self.changes.source_ids or {}).get(tensor, tensor) for tensor in ids}
 
     def _arrays_read(self) -> set[tuple[str, str]]:
         """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
@@ -114,6 +128,7 @@ class Lead:
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
+            "rename": [str(rule) for rule in rename_rules(job.rename)],
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -161,7 +176,7 @@ class Lead:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
         written = self._with_digests(digests)
         if self.job.format == "safetensors":
-            copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
+            copy_oracles(self.source.folder, self.changed.case, written, self.partial.path)
         return written
 
     def _with_digests(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
@@ -238,6 +253,7 @@ class Lead:
             verify=job.verify,
             unread_replica_nbytes=unread_nbytes,
             noracles=len(case.oracles),
-            warnings=self.source.warnings,
+            changes=self.changes.facts(),
+            warnings=self.warnings,
             seconds=round(seconds, 3),
         )
