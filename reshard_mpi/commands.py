@@ -78,6 +78,8 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         include=tuple(options.include),
         exclude=tuple(options.exclude),
         rename=tuple(options.rename),
+        cast=tuple(options.cast),
+        cast_except=tuple(options.cast_except),
         format=options.format,
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
@@ -169,7 +171,12 @@ def _plan(options: argparse.Namespace) -> int:
 
     source = load_alone(options.source)
     selection = Selection(
-        options.target, tuple(options.include), tuple(options.exclude), rename=rename_rules(options.rename)
+        options.target,
+        tuple(options.include),
+        tuple(options.exclude),
+        rename=rename_rules(options.rename),
+        cast=tuple(options.cast),
+        cast_except=tuple(options.cast_except),
     )
     planned, faults = refusals_of(
         source,

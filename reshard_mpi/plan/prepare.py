@@ -14,14 +14,14 @@ from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
-from reshard_mpi.checkpoint.wanted import RenameRule
+from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
-from reshard_mpi.plan.changes import Changes, dropped_from, renamed_source
+from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.plan import ArrayTable, Plan
-from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
+from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan, round_nbytes_of
 from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import Place, byte_form
 from reshard_mpi.storage.digests import ALGORITHMS, algorithm_of, digest_row
@@ -40,6 +40,8 @@ class Selection:
     format: str = "safetensors"  # or hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     rename: tuple[RenameRule, ...] = ()
+    cast: tuple[CastRule, ...] = ()
+    cast_except: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,20 @@ def select_tensors(case: Case, selection: Selection) -> list[str]:
 
 @no_garbage_collection()
 def changed_source(source: Source, selection: Selection) -> tuple[Source, Changes]:
-    """The source as if its tensors had the names that they get, and all that is changed in tensors."""
+    """The source as if its tensors had the names and types that they get, and all that is changed in tensors."""
     renamed, changes = renamed_source(source, selection.rename)
     kept = select_tensors(renamed.case, selection)
-    return renamed, replace(changes, dropped=dropped_from(renamed.case, kept))
+    cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except)
+    dropped = dropped_from(renamed.case, kept)
+    return cast, replace(changes, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings))
+
+
+def round_nbytes_for(source: Source, changes: Changes, memory_nbytes: int) -> int:
+    """Bytes of a round of this job; PlanningError when `memory_nbytes` is too little."""
+    held_nbytes = max(
+        (a.strided.span_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
+    )
+    return round_nbytes_of(memory_nbytes, 2 * held_nbytes, bool(changes.cast))  # held by what reads and by what copies
 
 
 @no_garbage_collection()
@@ -225,7 +237,8 @@ def _source_table(
     ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
     kinds = np.array([ALGORITHMS.index(algorithm_of(digest)) for digest in digests], np.int64)
-    return ArrayTable.of(file, begin, nbytes, rows, kinds)
+    cast_nbytes = np.array([array.cast.stored_nbytes if array.cast else 0 for array in arrays], np.int64)
+    return ArrayTable.of(file, begin, nbytes, rows, kinds, cast_nbytes)
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:

@@ -5,6 +5,8 @@
                         \\--tiles to oneself--------------------------> write buffer --write-----/
                          \\--pack--> send buffer ~~> receive buffer --unpack--/
 
+What is cast is read, never copied.
+
 Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
 """
 
@@ -133,6 +135,7 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
 
     twin = _index_of(lands.row, plan.target.twin[mine.row], lands.slab, mine.slab)
     is_read = np.full(len(reads.row), bool(plan.hashing))
+    is_read |= plan.source.arrays.cast_nbytes[plan.source.array[reads.row]] > 0
     is_read[read_of[~as_read]] = is_read[tiles_read.index[sends]] = True
     # What is wanted in several places is read once, too.
     wanted = np.bincount(twin, minlength=len(lands.row))[landed.index[here]] * landed.boxes.take(here).volume

@@ -4,6 +4,7 @@ All that reads manifests, lays out tensors and plans is imported from here, and 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,15 @@ from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.checkpoint.wanted import rename_rules
-from reshard_mpi.errors import ReshardError, raise_first
+from reshard_mpi.errors import ReshardError, names, plural, raise_first
 from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
 from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare
+from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.move import Names
+from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
@@ -69,15 +71,14 @@ class Lead:
             format=job.format,
             most_file_nbytes=job.most_file_nbytes,
             rename=rename_rules(job.rename),
+            cast=job.cast,
+            cast_except=job.cast_except,
         )
         self.changed, self.changes = changed_source(source, selection)
         outgoing, faults = outgoing_of(self.changed, selection)
         raise_first(faults)
         assert outgoing is not None
-        held_nbytes = max(
-            (a.strided.span_nbytes for of in source.headers.values() for a in of.values() if a.strided), default=0
-        )
-        round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * held_nbytes)  # by what reads and what copies
+        round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
         resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
         self.source, self.prepared = source, prepare(self.changed, outgoing, resources)
         self.warnings = [*source.warnings, *self.changes.warnings]
@@ -113,8 +114,8 @@ class Lead:
 
     def _arrays_read(self) -> set[tuple[str, str]]:
         """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
-        read = set(self.prepared.plan.source.array.tolist())
-        return {(f.payload_file, f.payload_key) for array in read for f in self.prepared.source_fragments[array]}
+        read, keys = set(self.prepared.plan.source.array.tolist()), self._source_keys()
+        return {(self.prepared.source_fragments[array][0].payload_file, keys[array]) for array in read}
 
     def _stored(self, fragment: Fragment) -> StoredArray:
         return self.source.headers[fragment.payload_file][fragment.payload_key]
@@ -129,6 +130,7 @@ class Lead:
             "include": list(job.include),
             "exclude": list(job.exclude),
             "rename": [str(rule) for rule in rename_rules(job.rename)],
+            "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -153,11 +155,25 @@ class Lead:
         return Names(
             self.job.source,
             prepared.source_files,
-            tuple(fragments[0].payload_key for fragments in prepared.source_fragments),
+            self._source_keys(),
             self.partial.path,
             tuple(file.name for file in prepared.target_files),
             self._strided(),
+            self._casts(),
         )
+
+    def _source_keys(self) -> tuple[str, ...]:
+        """Of each source array of the plan, its key in its file."""
+        casts = self._casts()
+        return tuple(
+            casts[array].key if array in casts else fragments[0].payload_key
+            for array, fragments in enumerate(self.prepared.source_fragments)
+        )
+
+    def _casts(self) -> dict[int, CastArray]:
+        """The arrays that are converted as they are read, by source array of the plan."""
+        arrays = (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
+        return {number: array.cast for number, array in enumerate(arrays) if array.cast}
 
     def _strided(self) -> dict[str, tuple[StridedArray, ...]]:
         """The source's arrays that don't lie in row-major order, by file."""
@@ -192,6 +208,19 @@ class Lead:
             for f, array in zip(self.case.fragments, self.prepared.outgoing.array_of, strict=True)
         )
         return msgspec.structs.replace(self.case, fragments=fragments)
+
+    def tell_infinite(self, found: Iterable[Mapping[tuple[int, int], int]]) -> None:
+        """Warn of the elements that have become infinite, once."""
+        counts: Counter[str] = Counter()
+        for by_rank in found:
+            for (array, box), count in by_rank.items():
+                counts[self.prepared.source_fragments[array][box].logical_tensor_id] += count
+        self.infinite = [{"tensor": tensor, "count": count} for tensor, count in sorted(counts.items())]
+        if counts:
+            tensors = names(f"{tensor}: {plural(count, 'element')}" for tensor, count in sorted(counts.items()))
+            message = f"--cast: finite numbers are too large for the new type, and have become infinite: {tensors}"
+            self.warnings.append(message)
+            warn([message])
 
     def expected_digests(self, written: Case | None) -> tuple[dict[WholeTensor, str], list[ReshardError]]:
         """Every array that was written and its digest, every whole tensor that has an oracle; and what can't even be read."""
@@ -254,6 +283,7 @@ class Lead:
             unread_replica_nbytes=unread_nbytes,
             noracles=len(case.oracles),
             changes=self.changes.facts(),
+            infinite=self.infinite,
             warnings=self.warnings,
             seconds=round(seconds, 3),
         )

@@ -12,7 +12,7 @@ from reshard_mpi.errors import ReshardError, names, plural, telling_order
 from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.plan import Side, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare
+from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import changes_text, size_text, topology_text
 from reshard_mpi.show.tensors import tensor_facts, tensor_lines
 from reshard_mpi.storage.source import Source
@@ -37,8 +37,9 @@ def refusals_of(
         faults.append(fault)
     try:
         faults += _oracle_array_faults(source)
-        resources = Resources(nranks, round_nbytes_of(memory_nbytes), writers, hashing)
+        round_nbytes_of(memory_nbytes)
         if outgoing is not None and not faults:
+            resources = Resources(nranks, round_nbytes_for(changed, changes, memory_nbytes), writers, hashing)
             return (prepare(changed, outgoing, resources), changes), []
     except ReshardError as fault:
         faults.append(fault)
@@ -93,8 +94,9 @@ def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str
 
 
 def _nbytes_of_ranks(side: Side, nranks: int) -> np.ndarray:
-    nbytes = np.zeros(nranks, np.int64)
-    np.add.at(nbytes, side.rank, side.stored.boxes.volume)
+    nbytes, volume = np.zeros(nranks, np.int64), side.stored.boxes.volume
+    cast, shown = side.arrays.cast_nbytes[side.array], side.arrays.nbytes[side.array]
+    np.add.at(nbytes, side.rank, np.where(cast > 0, volume * cast // np.maximum(shown, 1), volume))
     return nbytes
 
 
