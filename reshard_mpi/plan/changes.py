@@ -5,7 +5,6 @@ checked on it.
 """
 
 import fnmatch
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -195,22 +194,21 @@ def _check_ties(tensors: Mapping[str, Fragment], new: Mapping[str, str]) -> None
 def _as_if_saved_in(source: Source, new: Mapping[str, str]) -> Source:
     """The source with these tensors in these dtypes: its fragments, its headers, and without oracles for them."""
     case = source.case
-    fragments, stored_in = [], defaultdict(list)
+    fragments, wanted = [], set()
     for fragment in case.fragments:
         dtype = new.get(fragment.logical_tensor_id)
         if dtype is not None:
-            stored_in[fragment.payload_file, fragment.payload_key, dtype].append(fragment)
+            wanted.add((fragment.payload_file, fragment.payload_key, dtype))
             fragment = with_fields(fragment, dtype=dtype, payload_key=_shown_key(fragment.payload_key, dtype))
         fragments.append(fragment)
     headers = {file: dict(arrays) for file, arrays in source.headers.items()}
     ends = {file: max((a.begin + a.nbytes for a in arrays.values()), default=0) for file, arrays in headers.items()}
     # Shown in the order in which they are stored: it is the order in which they are read.
-    order = sorted(stored_in, key=lambda place: (place[0], headers[place[0]][place[1]].begin, place))
+    order = sorted(wanted, key=lambda place: (place[0], headers[place[0]][place[1]].begin, place))
     for file, key, dtype in order:
         stored = headers[file][key]
         begin = ends[file] + -ends[file] % 8 + 8  # apart from what lies before, and aligned
-        boxes = tuple((f.padding.before, f.element_extent) for f in stored_in[file, key, dtype])
-        cast = CastArray(key, stored.shape, stored.begin, stored.dtype, begin, dtype, boxes)
+        cast = CastArray(key, stored.shape, stored.begin, stored.dtype, begin, dtype)
         headers[file][_shown_key(key, dtype)] = StoredArray(dtype, stored.shape, begin, cast.nbytes, cast=cast)
         ends[file] = begin + cast.nbytes
     oracles = tuple(oracle for oracle in case.oracles if oracle.logical_tensor_id not in new)

@@ -55,13 +55,17 @@ class TargetFile:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job, ready to run. `source_fragments[i]` are the fragments stored in row i of the plan's source arrays."""
+    """A job, ready to run.
+
+    `source_fragments[i]` are the fragments stored in row i of the plan's source arrays, `tensors[i]` is the id of its tensor i.
+    """
 
     outgoing: Outgoing
     target_files: tuple[TargetFile, ...]
     source_files: tuple[str, ...]
     source_fragments: tuple[tuple[Fragment, ...], ...]
     plan: Plan
+    tensors: tuple[str, ...]
 
 
 def target_mesh(case: Case, selection: Selection) -> Mesh:
@@ -147,15 +151,15 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:
             target_rows[array.tensor_id].append(index)
+    planned_ids = tuple(sorted(tensor_id for tensor_id in chosen if target_rows[tensor_id]))
     planned = [
         _planned(
-            fragments,
-            [source_index[f.payload_file, f.payload_key] for f in fragments],
+            chosen[tensor_id],
+            [source_index[f.payload_file, f.payload_key] for f in chosen[tensor_id]],
             outgoing,
             target_rows[tensor_id],
         )
-        for tensor_id, fragments in sorted(chosen.items())
-        if target_rows[tensor_id]
+        for tensor_id in planned_ids
     ]
     stored_in: dict[int, list[Fragment]] = defaultdict(list)
     for fragment in case.fragments:
@@ -171,6 +175,7 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         tuple(file_names.get(rank, "") for rank in range(case.world_size)),
         fragments_of,
         plan,
+        planned_ids,
     )
 
 

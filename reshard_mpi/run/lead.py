@@ -209,12 +209,11 @@ class Lead:
         )
         return msgspec.structs.replace(self.case, fragments=fragments)
 
-    def tell_infinite(self, found: Iterable[Mapping[tuple[int, int], int]]) -> None:
+    def tell_infinite(self, found: Iterable[Mapping[int, int]]) -> None:
         """Warn of the elements that have become infinite, once."""
         counts: Counter[str] = Counter()
         for by_rank in found:
-            for (array, box), count in by_rank.items():
-                counts[self.prepared.source_fragments[array][box].logical_tensor_id] += count
+            counts.update({self.prepared.tensors[tensor]: count for tensor, count in by_rank.items()})
         self.infinite = [{"tensor": tensor, "count": count} for tensor, count in sorted(counts.items())]
         if counts:
             tensors = names(f"{tensor}: {plural(count, 'element')}" for tensor, count in sorted(counts.items()))

@@ -49,7 +49,7 @@ class Moved:
 
     digests: dict[int, bytes]
     measured: dict[str, int | float]
-    infinite: Mapping[tuple[int, int], int]  # elements that have become so, by source array and number of its box
+    infinite: Mapping[int, int]  # finite elements that have become so, by tensor of the plan
 
 
 def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
@@ -118,7 +118,7 @@ class _Pipeline:
         work = expand_round(self._plan, number, self._rank)
         if not self.agreement.error:
             with self.agreement.held():
-                self._reader.read(number, work.read)
+                self._reader.read(number, work.read, work.cast)
         return work
 
     def next_round(self, number: int) -> tuple[RoundWork, Bytes, Bytes]:

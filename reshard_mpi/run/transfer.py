@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from reshard_mpi.errors import IntegrityError
 from reshard_mpi.plan.plan import READ_BUFFERS, WRITE_BUFFERS, ArrayTable, Side
-from reshard_mpi.plan.rounds import Copies, Runs, Spans
+from reshard_mpi.plan.rounds import CastParts, Copies, Runs, Spans
 from reshard_mpi.storage.cast import CastArray, Caster
 from reshard_mpi.storage.digests import ALGORITHMS, RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
@@ -69,15 +69,18 @@ class Reader:
         self._casts = casts or {}
         self._shown = sorted((int(arrays.file[array]), cast.begin, array) for array, cast in self._casts.items())
         self._caster = Caster(buffer_nbytes if self._casts else 0)
-        self.infinite: Counter[tuple[int, int]] = Counter()  # elements that have become so, by array and box
+        self.infinite: Counter[int] = Counter()  # elements that have become so, by tensor
         self.work = Work()
 
     def buffer(self, number: int) -> Bytes:
         """The buffer that is filled for round `number`."""
         return self._buffers.of_round(number)
 
-    def read(self, number: int, spans: Spans) -> Bytes:
-        """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
+    def read(self, number: int, spans: Spans, cast: CastParts | None = None) -> Bytes:
+        """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read.
+
+        `cast`: what is converted of it, of which is counted what becomes infinite.
+        """
         buffer = self.buffer(number)
         started = time.perf_counter() + self.work.hash_seconds
         for file, offset, nbytes, position in _rows(spans.runs):
@@ -87,7 +90,7 @@ class Reader:
                 self._files.read(self._names[file], offset, into)
                 self.work.nbytes += nbytes
             else:
-                self._read_cast(array, offset, into)
+                self._read_cast(array, offset, into, position, cast)
         self.work.seconds += time.perf_counter() + self.work.hash_seconds - started
         if self._hashing:
             self._hash(spans, buffer)
@@ -98,7 +101,8 @@ class Reader:
         at = bisect_right(self._shown, (file, offset, len(self._arrays.file))) - 1
         return self._shown[at][2] if at >= 0 and self._shown[at][0] == file else None
 
-    def _read_cast(self, array: int, offset: int, into: memoryview) -> None:
+    def _read_cast(self, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None) -> None:
+        """Read what the array is converted to from `offset` of its file on; `into` lies at `position` of the buffer."""
         name, cast = self._names[self._arrays.file[array]], self._casts[array]
 
         def seen(within: int, data: memoryview) -> None:
@@ -108,8 +112,11 @@ class Reader:
                 self._feed(array, within, data)
                 self.work.hash_seconds += time.perf_counter() - started
 
-        found = self._caster.read(cast, offset - cast.begin, into, partial(self._files.read, name), seen)
-        self.infinite.update({(array, box): count for box, count in found.items()})
+        def infinite(found: NDArray[np.int64]) -> None:
+            if parts is not None:
+                self.infinite.update(_within(parts, position + found))
+
+        self._caster.read(cast, offset - cast.begin, into, partial(self._files.read, name), seen, infinite)
 
     def _hash(self, spans: Spans, buffer: Bytes) -> None:
         started = time.perf_counter()
@@ -249,6 +256,21 @@ def _catch_up(files: Files, name: str, begin: int, running: RunningDigest, offse
     again = running.catch_up(offset, lambda within, into: files.read(name, begin + within, into))
     work.again_nbytes += again
     work.hashed_nbytes += again
+
+
+def _within(cast: CastParts, positions: NDArray[np.int64]) -> Counter[int]:
+    """How many of these positions of the buffer, which rise, lie in boxes of each tensor: the rest is padding."""
+    counts: Counter[int] = Counter()
+    for tensor, position, stride, shape in zip(
+        cast.tensor.tolist(), cast.tiles.position.tolist(), cast.tiles.stride, cast.tiles.shape, strict=True
+    ):
+        low, high = np.searchsorted(positions, [position, position + int(((shape - 1) * stride).sum()) + 1])
+        rest, inside = positions[low:high] - position, np.ones(high - low, bool)
+        for step, size in zip(stride.tolist(), shape.tolist(), strict=True):
+            index, rest = np.divmod(rest, step)
+            inside &= index < size
+        counts[tensor] += int(inside.sum())
+    return +counts
 
 
 def _rows(spans: Spans | Runs) -> Iterator[tuple[int, int, int, int]]:

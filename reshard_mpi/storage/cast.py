@@ -10,7 +10,6 @@ way of float32 there, as in PyTorch.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+Positions = NDArray[np.int64]
 ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of the file from an offset on
 Seen = Callable[[int, memoryview], None]  # is given the bytes of the array as it is stored, from an offset within it on
+Infinite = Callable[[Positions], None]  # is told where in the view finite elements begin that have become infinite
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}  # the bits of it
 MOST_NBYTES = 1 << 19  # of what is converted at once, before and after: it should stay in a core's cache
@@ -28,10 +29,7 @@ COUNTING_NBYTES = 4  # of an element, to see whether it has become infinite
 
 @dataclass(frozen=True)
 class CastArray:
-    """An array of `shape`, stored under `key` from byte `stored_begin` on as `stored_dtype`, shown at `begin` as `dtype`.
-
-    `boxes` are the parts of it, (first element, extent) per axis, that are not padding.
-    """
+    """An array of `shape`, stored under `key` from byte `stored_begin` on as `stored_dtype`, shown at `begin` as `dtype`."""
 
     key: str
     shape: tuple[int, ...]
@@ -39,7 +37,6 @@ class CastArray:
     stored_dtype: str
     begin: int
     dtype: str
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
     @property
     def nbytes(self) -> int:
@@ -59,20 +56,18 @@ def numpy_dtype(name: str) -> "np.dtype[Any]":
 
 
 class Caster:
-    """Reads cast arrays, within `nbytes` of memory; counts the finite elements that become infinite."""
+    """Reads cast arrays, within `nbytes` of memory; finds the finite elements that become infinite."""
 
     def __init__(self, nbytes: int):
         self._scratch = np.empty(max(min(nbytes, MOST_NBYTES), 64), np.uint8)
 
-    def read(self, array: CastArray, offset: int, into: memoryview, read: ReadSpan, seen: Seen) -> Counter[int]:
-        """Fill `into` with the bytes of the array as it is shown, from `offset` within it on.
-
-        Returns how many elements of each box have become infinite; those are counted that begin in `into`.
-        """
+    def read(
+        self, array: CastArray, offset: int, into: memoryview, read: ReadSpan, seen: Seen, infinite: Infinite
+    ) -> None:
+        """Fill `into` with the bytes of the array as it is shown, from `offset` within it on."""
         size, stored_size = ITEMSIZES[array.dtype], ITEMSIZES[array.stored_dtype]
         first, last = offset // size, -(-(offset + len(into)) // size)
         step = (len(self._scratch) - 8) // (size + stored_size + COUNTING_NBYTES)
-        infinite: Counter[int] = Counter()
         for low in range(first, last, step):
             high = min(low + step, last)
             stored = self._scratch[: (high - low) * stored_size]
@@ -80,16 +75,14 @@ class Caster:
             seen(low * stored_size, stored.data)
             room = len(stored) + -len(stored) % 8
             cast = self._scratch[room : room + (high - low) * size]
-            odd = _convert(stored, array.stored_dtype, cast, array.dtype) + low
-            infinite += _within_boxes(array, odd[odd * size >= offset])
+            odd = (_convert(stored, array.stored_dtype, cast, array.dtype) + low) * size - offset
+            if len(odd):
+                infinite(odd[odd >= 0])  # where only the end of an element is asked for, it is counted elsewhere
             begin, end = max(low * size, offset), min(high * size, offset + len(into))
             into[begin - offset : end - offset] = cast[begin - low * size : end - low * size].data
-        return infinite
 
 
-def _convert(
-    stored: NDArray[np.uint8], stored_dtype: str, cast: NDArray[np.uint8], dtype: str
-) -> NDArray[np.signedinteger]:
+def _convert(stored: NDArray[np.uint8], stored_dtype: str, cast: NDArray[np.uint8], dtype: str) -> Positions:
     """Fill `cast` with the values that are `stored`; the positions of those that were finite, and aren't any more."""
     values = stored.view(numpy_dtype(stored_dtype))
     converted = cast.view(numpy_dtype(dtype))
@@ -101,17 +94,3 @@ def _convert(
         infinite = np.isinf(converted)
     at = np.flatnonzero(infinite)
     return at[np.isfinite(values[at])] if len(at) else at
-
-
-def _within_boxes(array: CastArray, elements: NDArray[np.signedinteger]) -> Counter[int]:
-    """How many of the elements, numbered in row-major order, lie in each box."""
-    if not len(elements):
-        return Counter()
-    index = np.unravel_index(elements, array.shape) if array.shape else ()
-    found: Counter[int] = Counter()
-    for number, (before, extent) in enumerate(array.boxes):
-        inside = np.ones(len(elements), bool)
-        for position, low, size in zip(index, before, extent, strict=True):
-            inside &= (position >= low) & (position < low + size)
-        found[number] = int(inside.sum())
-    return +found

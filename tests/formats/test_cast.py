@@ -60,6 +60,14 @@ def odd_values(dtype: str, count: int) -> bytes:
     return np.concatenate([special, noise])[:count].tobytes()
 
 
+def became_infinite(raw: bytes, old: str, new: str) -> int:
+    if old not in FLOATS:
+        return 0
+    values = np.frombuffer(raw, FLOATS[old])
+    with np.errstate(all="ignore"):
+        return int(np.sum(np.isfinite(values) & np.isinf(values.astype(FLOATS[new]))))
+
+
 def checkpoint(folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], nranks: int, raw: Callable) -> Path:
     """Tensors of (dtype, shape), each cut along its first axis, where it has one, for tp of `nranks`."""
     folder.mkdir()
@@ -133,13 +141,11 @@ def test_every_type_becomes_every_other_as_numpy_has_it(dtype, tmp_path):
     (line,) = told
     for name, (old, shape) in PAIRS.items():
         if old in FLOATS and old != dtype and shape == (9, 1001):
-            values = np.frombuffer(odd_values(old, 9009), FLOATS[old])
-            with np.errstate(all="ignore"):
-                count = int(np.sum(np.isfinite(values) & np.isinf(values.astype(FLOATS[dtype]))))
+            count = became_infinite(odd_values(old, 9009), old, dtype)
             assert (f"{name}: {count} element" in line) == (count > 0), (name, count, line)
 
 
-@pytest.mark.parametrize("seed", range(9))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_generated_case_is_cast_whatever_it_is_like(seed, tmp_path):
     """Padding, replicas, ties, shared and fused arrays, empty parts; every third without hashing."""
     dice = random.Random(f"cast {seed}")
@@ -150,9 +156,15 @@ def test_a_generated_case_is_cast_whatever_it_is_like(seed, tmp_path):
     done = run_mpi(
         nranks,
         *("reshard", tmp_path / "source", tmp_path / "out", "--target", "dp=2", "--cast", dtype),
-        *("--memory", dice.choice(("56K", "256M")), "--verify", verify),
+        *("--memory", dice.choice(("56K", "256M")), "--verify", verify, "--report", tmp_path / "report"),
     )
     assert_done(done)
+    told = {one["tensor"]: one["count"] for one in json.loads((tmp_path / "report").read_text())["infinite"]}
+    before, shared = load(tmp_path / "source"), json.loads((tmp_path / "source" / "case.json").read_text())["fragments"]
+    may_be_stored_once = {f["logical_tensor_id"] for f in shared if f["shared_storage_id"] or f["tie_group_id"]}
+    for name, one in before.tensors.items():
+        count = became_infinite(one.raw, one.dtype, dtype)
+        assert told.get(name, 0) == count or (name in may_be_stored_once and name not in told), name
     if verify == "none":
         assert raw_tensors(load(tmp_path / "out")) == raw_tensors(source)
     else:
