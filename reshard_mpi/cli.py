@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from reshard_mpi import __version__
 from reshard_mpi.checkpoint.mesh import Mesh, parse_target
+from reshard_mpi.checkpoint.wanted import cast_rule, rename_rule
 from reshard_mpi.errors import UsageError, one_line
 
 DEMO = "demo"  # what runs without a command
@@ -126,6 +127,40 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="GLOB", help="no tensors whose fqn matches (may be repeated)"
+    )
+    parser.add_argument(
+        "--rename",
+        type=rename_rule,
+        action="append",
+        default=[],
+        metavar="'PATTERN=>REPLACEMENT'",
+        help="in every fqn, replace all matches of a Python regular expression; may be repeated: each rule works on what "
+        "the one before has made of the name. Layouts, --include, --exclude and --cast know the new names",
+    )
+    parser.add_argument(
+        "--rename-file",
+        type=Path,
+        action="append",
+        dest="rename",
+        metavar="FILE",
+        help="such rules, one a line; # begins a comment line",
+    )
+    parser.add_argument(
+        "--cast",
+        "--dtype",
+        type=cast_rule,
+        action="append",
+        default=[],
+        metavar="DTYPE or 'GLOB=DTYPE'",
+        help="make tensors of floating-point numbers (of 64, 32 or 16 bits), or those whose fqn matches, float32, float16 or "
+        "bfloat16, rounding to the nearest even; may be repeated: the last one that matches counts. Other types stay",
+    )
+    parser.add_argument(
+        "--cast-except",
+        action="append",
+        default=[],
+        metavar="GLOB",
+        help="tensors whose fqn matches keep their type, whatever --cast says (may be repeated)",
     )
     parser.add_argument(
         "--format",

@@ -77,6 +77,9 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         verify=options.verify,
         include=tuple(options.include),
         exclude=tuple(options.exclude),
+        rename=tuple(options.rename),
+        cast=tuple(options.cast),
+        cast_except=tuple(options.cast_except),
         format=options.format,
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
@@ -161,29 +164,34 @@ def _plan(options: argparse.Namespace) -> int:
         return _simulate(options)
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
+    from reshard_mpi.checkpoint.wanted import rename_rules
     from reshard_mpi.plan.prepare import Selection
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
     source = load_alone(options.source)
-    prepared, faults = refusals_of(
+    selection = Selection(
+        options.target,
+        tuple(options.include),
+        tuple(options.exclude),
+        rename=rename_rules(options.rename),
+        cast=tuple(options.cast),
+        cast_except=tuple(options.cast_except),
+        format=options.format,
+        most_file_nbytes=options.max_shard_size,
+    )
+    planned, faults = refusals_of(
         source,
-        Selection(
-            options.target,
-            tuple(options.include),
-            tuple(options.exclude),
-            format=options.format,
-            most_file_nbytes=options.max_shard_size,
-        ),
+        selection,
         nranks=options.ranks or source.case.world_size,
         memory_nbytes=options.memory,
         writers="owner" if options.writers == "owner" else "shared",
         hashing=options.verify != "none",
     )
-    if prepared is None:
+    if planned is None:
         return _refused(faults, options.json)
-    warn(source.warnings)
-    facts = plan_facts(source, prepared)
+    facts = plan_facts(source, *planned)
+    warn(facts["warnings"])
     _say_json(facts) if options.json else _say(plan_text(facts))
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import StorageError, UsageError, one_line, storage_error
+from reshard_mpi.errors import StorageError, UsageError, one_line, plural, storage_error
 
 
 def size_text(nbytes: float) -> str:
@@ -121,6 +121,16 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
         "peak_rss_nbytes": max(rank["peak_rss_nbytes"] for rank in ranks),
         "ranks": list(ranks),
     }
+
+
+def changes_text(changes: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+    """How many tensors are not in the target as they were; nothing where there are none.
+
+    >>> changes_text({"renamed": [{}, {}], "dropped": [{}]})
+    'changed: 2 tensors renamed, 1 tensor dropped'
+    """
+    counts = [f"{plural(len(tensors), 'tensor')} {what}" for what, tensors in changes.items() if tensors]
+    return f"changed: {', '.join(counts)}" if counts else ""
 
 
 def check_report(path: Path, *folders: Path) -> None:

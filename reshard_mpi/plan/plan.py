@@ -16,8 +16,14 @@ from reshard_mpi.plan.stored import StoredBoxes
 # and to receive.
 READ_BUFFERS, WRITE_BUFFERS = 3, 2
 BUFFERS = READ_BUFFERS + WRITE_BUFFERS + 2
+CAST_BUFFERS = 1  # at most, to convert what is read
 SHA256 = 1  # as `has_digest` says it
 NOBODY = -1  # where a rank would stand
+
+
+def buffers(casting: bool) -> int:
+    """How many buffers a rank has; `casting`: is any array converted?"""
+    return BUFFERS + CAST_BUFFERS * casting
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class ArrayTable:
     `digest` is a digest as four numbers; `has_digest` is 0 where there is none, else the number of its algorithm. `hasher` is
     the rank that computes it: on the way where it reads or writes all of the array itself, else by reading it back. Nobody
     computes that of a target array which is known beforehand. `begins_as` is the source array, read by the hasher, whose first
-    `begins_nbytes` bytes are also the first of this one, or -1: its hash goes on from there.
+    `begins_nbytes` bytes are also the first of this one, or -1: its hash goes on from there. `cast_nbytes`: of the bytes that the
+    file holds in place of these, in another dtype, and of which the digest is; 0 where the file holds these.
     """
 
     file: Ints
@@ -38,16 +45,24 @@ class ArrayTable:
     hasher: Ints
     begins_as: Ints
     begins_nbytes: Ints
+    cast_nbytes: Ints
 
     @classmethod
     def of(
-        cls, file: Ints, begin: Ints, nbytes: Ints, digest: Ints | None = None, has_digest: Ints | None = None
+        cls,
+        file: Ints,
+        begin: Ints,
+        nbytes: Ints,
+        digest: Ints | None = None,
+        has_digest: Ints | None = None,
+        cast_nbytes: Ints | None = None,
     ) -> "ArrayTable":
         """Arrays that nobody has been chosen to hash yet; without `digest`, none is known."""
         none = np.zeros(len(file), np.int64)
         if digest is None or has_digest is None:
             digest, has_digest = np.zeros((len(file), 4), np.int64), none
-        return cls(file, begin, nbytes, digest, has_digest, hasher=none, begins_as=none - 1, begins_nbytes=none)
+        cast_nbytes = none if cast_nbytes is None else cast_nbytes
+        return cls(file, begin, nbytes, digest, has_digest, none, none - 1, none, cast_nbytes)
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,7 @@ class Plan:
     @property
     def memory_nbytes(self) -> int:
         """Bytes of all buffers of a rank."""
-        return BUFFERS * self.buffer_nbytes
+        return buffers(bool(self.source.arrays.cast_nbytes.any())) * self.buffer_nbytes
 
     def round_slabs(self, number: int) -> slice:
         return slice(int(self.round_first[number]), int(self.round_first[number + 1]))

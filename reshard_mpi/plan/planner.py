@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.errors import PlanningError
-from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side
+from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side, buffers
 from reshard_mpi.plan.prefixes import Prefixes, find_prefixes
 from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
@@ -42,10 +42,11 @@ class Resources:
     hashing: bool
 
 
-def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0) -> int:
+def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0, casting: bool = False) -> int:
     """Bytes that a rank may read, send, receive or write in a round; PlanningError when `memory_nbytes` is too little.
 
-    `held_nbytes` are needed beside the buffers; a little is lost in what Python needs anyway.
+    `held_nbytes` are needed beside the buffers; a little is lost in what Python needs anyway. `casting`: is anything to be
+    converted?
     """
     held_nbytes = max(held_nbytes - UNCOUNTED_NBYTES, 0)
     least = BUFFERS * LEAST_ROUND_NBYTES + held_nbytes
@@ -54,7 +55,7 @@ def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0) -> int:
             "--memory",
             f"{memory_nbytes} bytes are too few for the buffers of a rank; give at least {-(-least // 1024)}K",
         )
-    return min((memory_nbytes - held_nbytes) // BUFFERS, MOST_ROUND_NBYTES)
+    return min((memory_nbytes - held_nbytes) // buffers(casting), MOST_ROUND_NBYTES)
 
 
 def make_plan(

@@ -6,7 +6,7 @@ Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` 
 import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
+from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.plan import ArrayTable, Plan
-from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
+from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan, round_nbytes_of
 from reshard_mpi.plan.shares import choose_members
 from reshard_mpi.plan.stored import Place, byte_form
 from reshard_mpi.storage.digests import ALGORITHMS, algorithm_of, digest_row
@@ -38,6 +40,9 @@ class Selection:
     layout: Layout | None = None
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
+    rename: tuple[RenameRule, ...] = ()
+    cast: tuple[CastRule, ...] = ()
+    cast_except: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,17 @@ class TargetFile:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job, ready to run. `source_fragments[i]` are the fragments stored in row i of the plan's source arrays."""
+    """A job, ready to run.
+
+    `source_fragments[i]` are the fragments stored in row i of the plan's source arrays, `tensors[i]` is the id of its tensor i.
+    """
 
     outgoing: Outgoing
     target_files: tuple[TargetFile, ...]
     source_files: tuple[str, ...]
     source_fragments: tuple[tuple[Fragment, ...], ...]
     plan: Plan
+    tensors: tuple[str, ...]
 
 
 def target_mesh(case: Case, selection: Selection) -> Mesh:
@@ -87,8 +96,24 @@ def select_tensors(case: Case, selection: Selection) -> list[str]:
 
 
 @no_garbage_collection()
+def changed_source(source: Source, selection: Selection) -> tuple[Source, Changes]:
+    """The source as if its tensors had the names and types that they get, and all that is changed in tensors."""
+    renamed, changes = renamed_source(source, selection.rename)
+    kept = select_tensors(renamed.case, selection)
+    cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except)
+    dropped = dropped_from(renamed.case, kept)
+    return cast, replace(changes, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings))
+
+
+def round_nbytes_for(source: Source, changes: Changes, memory_nbytes: int) -> int:
+    """Bytes of a round of this job; PlanningError when `memory_nbytes` is too little."""
+    # held by what reads and by what copies
+    return round_nbytes_of(memory_nbytes, 2 * source.held_nbytes, bool(changes.cast))
+
+
+@no_garbage_collection()
 def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, list[ReshardError]]:
-    """The case to write, or why there can't be one."""
+    """The case to write, or why there can't be one. The source must have been changed as it was selected (`changed_source`)."""
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
@@ -130,15 +155,15 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:
             target_rows[array.tensor_id].append(index)
+    planned_ids = tuple(sorted(tensor_id for tensor_id in chosen if target_rows[tensor_id]))
     planned = [
         _planned(
-            fragments,
-            [source_index[f.payload_file, f.payload_key] for f in fragments],
+            chosen[tensor_id],
+            [source_index[f.payload_file, f.payload_key] for f in chosen[tensor_id]],
             outgoing,
             target_rows[tensor_id],
         )
-        for tensor_id, fragments in sorted(chosen.items())
-        if target_rows[tensor_id]
+        for tensor_id in planned_ids
     ]
     stored_in: dict[int, list[Fragment]] = defaultdict(list)
     for fragment in case.fragments:
@@ -154,6 +179,7 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         tuple(file_names.get(rank, "") for rank in range(case.world_size)),
         fragments_of,
         plan,
+        planned_ids,
     )
 
 
@@ -224,7 +250,8 @@ def _source_table(
     ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
     kinds = np.array([ALGORITHMS.index(algorithm_of(digest)) for digest in digests], np.int64)
-    return ArrayTable.of(file, begin, nbytes, rows, kinds)
+    cast_nbytes = np.array([array.cast.stored_nbytes if array.cast else 0 for array in arrays], np.int64)
+    return ArrayTable.of(file, begin, nbytes, rows, kinds, cast_nbytes)
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:

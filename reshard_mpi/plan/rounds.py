@@ -5,6 +5,8 @@
                         \\--tiles to oneself--------------------------> write buffer --write-----/
                          \\--pack--> send buffer ~~> receive buffer --unpack--/
 
+What is cast is read, never copied.
+
 Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
 """
 
@@ -66,6 +68,14 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class CastParts:
+    """Of what is converted as it is read: where in the read buffer each box lies, and of which tensor it is a part."""
+
+    tiles: Tiles
+    tensor: Ints
+
+
+@dataclass(frozen=True)
 class Copies:
     """Byte ranges of source files that become byte ranges of target files, in the order of the target."""
 
@@ -97,6 +107,7 @@ class RoundWork:
     write: Spans
     straight: Spans
     copy: Copies
+    cast: CastParts
 
 
 @dataclass(frozen=True)
@@ -133,6 +144,8 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
 
     twin = _index_of(lands.row, plan.target.twin[mine.row], lands.slab, mine.slab)
     is_read = np.full(len(reads.row), bool(plan.hashing))
+    is_cast = plan.source.arrays.cast_nbytes[plan.source.array[reads.row]] > 0
+    is_read |= is_cast
     is_read[read_of[~as_read]] = is_read[tiles_read.index[sends]] = True
     # What is wanted in several places is read once, too.
     wanted = np.bincount(twin, minlength=len(lands.row))[landed.index[here]] * landed.boxes.take(here).volume
@@ -174,6 +187,10 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
         receive_nbytes=_nbytes_by_rank(landed.boxes.take(receives), come_from[receives], plan.nranks),
         write=_written(plan.target, mine, position, way == _ASSEMBLED, landing.buffer_nbytes),
         straight=_written(plan.target, mine, position, way == _STRAIGHT, read.buffer_nbytes),
+        cast=CastParts(
+            place_read.tiles(np.flatnonzero(is_cast), reads.boxes.take(is_cast)),
+            plan.slab_tensor[slabs][reads.slab[is_cast]],
+        ),
         copy=_copies(plan.target, mine, source_file[twin], position, way == _COPIED),
     )
 

@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.checkpoint.mesh import Mesh
+from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import IntegrityError, first_to_tell
 from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together
 from reshard_mpi.mpi.load import load_together
@@ -37,6 +38,9 @@ class Job:
     verify: str = "source"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    rename: tuple[RenameRule | Path, ...] = ()  # rules, and files of rules
+    cast: tuple[CastRule, ...] = ()
+    cast_except: tuple[str, ...] = ()
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
@@ -114,6 +118,8 @@ def _write(
     progress.close()
     all_moved = gather_all(comm, moved)
     written = _on_lead(comm, lead, lambda lead: lead.written(moved.digests for moved in all_moved))
+    if lead:
+        lead.tell_infinite(moved.infinite for moved in all_moved)
     if job.verify == "full":
         _verify_target(comm, names, lead, written)
     return written, [moved.measured for moved in all_moved]

@@ -4,6 +4,7 @@ All that reads manifests, lays out tensors and plans is imported from here, and 
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,17 @@ from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
-from reshard_mpi.errors import ReshardError, UsageError, raise_first
+from reshard_mpi.checkpoint.wanted import rename_rules
+from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_first
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
+from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
+from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.move import Names
+from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
@@ -39,6 +43,9 @@ class Lead:
     """A job on rank 0, step by step: checked, prepared, begun, committed. A step that can't be done raises a ReshardError."""
 
     source: Source
+    changed: Source  # as if its tensors were called and typed as they will be
+    changes: Changes
+    warnings: list[str]
     prepared: Prepared
     partial: PartialFolder
 
@@ -63,15 +70,24 @@ class Lead:
         source.raise_first()
         job = self.job
         selection = Selection(
-            job.target, job.include, job.exclude, format=job.format, most_file_nbytes=job.most_file_nbytes
+            job.target,
+            job.include,
+            job.exclude,
+            format=job.format,
+            most_file_nbytes=job.most_file_nbytes,
+            rename=rename_rules(job.rename),
+            cast=job.cast,
+            cast_except=job.cast_except,
         )
-        outgoing, faults = outgoing_of(source, selection)
+        self.changed, self.changes = changed_source(source, selection)
+        outgoing, faults = outgoing_of(self.changed, selection)
         raise_first(faults)
         assert outgoing is not None
-        round_nbytes = round_nbytes_of(self.job.memory_nbytes, 2 * source.held_nbytes)  # by what reads and what copies
+        round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
         resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
-        self.source, self.prepared = source, prepare(source, outgoing, resources)
-        warn(source.warnings)
+        self.source, self.prepared = source, prepare(self.changed, outgoing, resources)
+        self.warnings = [*source.warnings, *self.changes.warnings]
+        warn(self.warnings)
 
     def _writers(self) -> str:
         """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
@@ -97,12 +113,14 @@ class Lead:
         }
 
     def _kept_tensors(self) -> set[str]:
-        return {fragment.logical_tensor_id for fragment in self.case.fragments}
+        """Their ids in the source."""
+        ids = {fragment.logical_tensor_id for fragment in self.case.fragments}
+        return {(self.changes.source_ids or {}).get(tensor, tensor) for tensor in ids}
 
     def _arrays_read(self) -> set[tuple[str, str]]:
         """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
-        read = set(self.prepared.plan.source.array.tolist())
-        return {(f.payload_file, f.payload_key) for array in read for f in self.prepared.source_fragments[array]}
+        read, keys = set(self.prepared.plan.source.array.tolist()), self._source_keys()
+        return {(self.prepared.source_fragments[array][0].payload_file, keys[array]) for array in read}
 
     def _stored(self, fragment: Fragment) -> StoredArray:
         return self.source.headers[fragment.payload_file][fragment.payload_key]
@@ -116,6 +134,8 @@ class Lead:
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
+            "rename": [str(rule) for rule in rename_rules(job.rename)],
+            "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -140,11 +160,25 @@ class Lead:
         return Names(
             self.job.source,
             prepared.source_files,
-            tuple(fragments[0].payload_key for fragments in prepared.source_fragments),
+            self._source_keys(),
             self.partial.path,
             tuple(file.name for file in prepared.target_files),
             self._strided(),
+            self._casts(),
         )
+
+    def _source_keys(self) -> tuple[str, ...]:
+        """Of each source array of the plan, its key in its file."""
+        casts = self._casts()
+        return tuple(
+            casts[array].key if array in casts else fragments[0].payload_key
+            for array, fragments in enumerate(self.prepared.source_fragments)
+        )
+
+    def _casts(self) -> dict[int, CastArray]:
+        """The arrays that are converted as they are read, by source array of the plan."""
+        arrays = (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
+        return {number: array.cast for number, array in enumerate(arrays) if array.cast}
 
     def _strided(self) -> dict[str, tuple[ShownArray, ...]]:
         """The source's arrays that are no span of their file, by file."""
@@ -163,7 +197,7 @@ class Lead:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
         written = self._with_digests(digests)
         if self.job.writes_case:
-            copy_oracles(self.source.folder, self.source.case, written, self.partial.path)
+            copy_oracles(self.source.folder, self.changed.case, written, self.partial.path)
         return written
 
     def _with_digests(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
@@ -179,6 +213,18 @@ class Lead:
             for f, array in zip(self.case.fragments, self.prepared.outgoing.array_of, strict=True)
         )
         return msgspec.structs.replace(self.case, fragments=fragments)
+
+    def tell_infinite(self, found: Iterable[Mapping[int, int]]) -> None:
+        """Warn of the elements that have become infinite, once."""
+        counts: Counter[str] = Counter()
+        for by_rank in found:
+            counts.update({self.prepared.tensors[tensor]: count for tensor, count in by_rank.items()})
+        self.infinite = [{"tensor": tensor, "count": count} for tensor, count in sorted(counts.items())]
+        if counts:
+            tensors = names(f"{tensor}: {plural(count, 'element')}" for tensor, count in sorted(counts.items()))
+            message = f"--cast: finite numbers are too large for the new type, and have become infinite: {tensors}"
+            self.warnings.append(message)
+            warn([message])
 
     def expected_digests(self, written: Case | None) -> tuple[dict[WholeTensor, str], list[ReshardError]]:
         """Every array that was written and its digest, every whole tensor that has an oracle; and what can't even be read."""
@@ -243,6 +289,8 @@ class Lead:
             verify=job.verify,
             unread_replica_nbytes=unread_nbytes,
             noracles=len(case.oracles),
-            warnings=self.source.warnings,
+            changes=self.changes.facts(),
+            infinite=self.infinite,
+            warnings=self.warnings,
             seconds=round(seconds, 3),
         )

@@ -23,6 +23,7 @@ from reshard_mpi.plan.plan import WRITE_BUFFERS, Plan
 from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
 from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
+from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.shown import ShownArray
 
@@ -39,6 +40,7 @@ class Names:
     target_folder: Path
     target_files: tuple[str, ...]
     strided: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
+    casts: Mapping[int, CastArray] = field(default_factory=dict)  # by source array
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Moved:
 
     digests: dict[int, bytes]
     measured: dict[str, int | float]
+    infinite: Mapping[int, int]  # finite elements that have become so, by tensor of the plan
 
 
 def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
@@ -59,7 +62,15 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
         for file, arrays in names.strided.items():
             source.show(file, arrays)
             copied.show(file, arrays)
-        reader = Reader(source, names.source_files, names.source_keys, plan.source.arrays, plan.buffer_nbytes, hashing)
+        reader = Reader(
+            source,
+            names.source_files,
+            names.source_keys,
+            plan.source.arrays,
+            plan.buffer_nbytes,
+            hashing,
+            names.casts,
+        )
         writer = Writer(
             target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of
         )
@@ -73,7 +84,7 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
             writer.sync()
         with agreed(comm):
             digests = writer.digests()
-    return Moved(digests, _measured(reader, writer, exchanger))
+    return Moved(digests, _measured(reader, writer, exchanger), reader.infinite)
 
 
 class _Pipeline:
@@ -107,7 +118,7 @@ class _Pipeline:
         work = expand_round(self._plan, number, self._rank)
         if not self.agreement.error:
             with self.agreement.held():
-                self._reader.read(number, work.read)
+                self._reader.read(number, work.read, work.cast)
         return work
 
     def next_round(self, number: int) -> tuple[RoundWork, Bytes, Bytes]:

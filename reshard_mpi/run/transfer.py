@@ -6,8 +6,11 @@ k - 1 is written. `preadv`, `pwrite` and hashlib release Python's lock.
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +18,8 @@ from numpy.typing import NDArray
 from reshard_mpi.boxes import Ints
 from reshard_mpi.errors import IntegrityError
 from reshard_mpi.plan.plan import READ_BUFFERS, WRITE_BUFFERS, ArrayTable, Side
-from reshard_mpi.plan.rounds import Copies, Runs, Spans
+from reshard_mpi.plan.rounds import CastParts, Copies, Runs, Spans
+from reshard_mpi.storage.cast import CastArray, Caster
 from reshard_mpi.storage.digests import ALGORITHMS, RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
 
@@ -47,7 +51,10 @@ class _Buffers:
 
 
 class Reader:
-    """Reads the spans of rounds from the source, and holds every array that it has read whole against its digest."""
+    """Reads the spans of rounds from the source, and holds every array that it has read whole against its digest.
+
+    Arrays in `casts`, by number, are converted as they are read; their digests are of what is in the file.
+    """
 
     def __init__(
         self,
@@ -57,51 +64,90 @@ class Reader:
         arrays: ArrayTable,
         buffer_nbytes: int,
         hashing: bool,
+        casts: Mapping[int, CastArray] | None = None,
     ):
         self._files, self._names, self._keys, self._arrays = files, names, keys, arrays
         self._buffers = _Buffers(READ_BUFFERS, buffer_nbytes)
         self._hashing = hashing
         self._digests: dict[int, RunningDigest] = {}
+        self._casts = casts or {}
+        self._shown = sorted((int(arrays.file[array]), cast.begin, array) for array, cast in self._casts.items())
+        self._caster = Caster(buffer_nbytes if self._casts else 0)
+        self.infinite: Counter[int] = Counter()  # elements that have become so, by tensor
         self.work = Work()
 
     def buffer(self, number: int) -> Bytes:
         """The buffer that is filled for round `number`."""
         return self._buffers.of_round(number)
 
-    def read(self, number: int, spans: Spans) -> Bytes:
-        """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read."""
+    def read(self, number: int, spans: Spans, cast: CastParts | None = None) -> Bytes:
+        """The buffer of round `number`, filled; IntegrityError for an array whose last byte has now been read.
+
+        `cast`: what is converted of it, of which is counted what becomes infinite.
+        """
         buffer = self.buffer(number)
         for (file, offset, nbytes, position), rows in _steps(spans, self._arrays.file, self._hashing):
-            started = time.perf_counter()
-            self._files.read(self._names[file], offset, buffer.data[position : position + nbytes])
-            self.work.nbytes += nbytes
+            into, array = buffer.data[position : position + nbytes], self._shown_at(file, offset)
+            started, hashed = time.perf_counter(), self.work.hash_seconds
+            if array is None:
+                self._files.read(self._names[file], offset, into)
+                self.work.nbytes += nbytes
+            else:
+                self._read_cast(array, offset, into, position, cast)
             read = time.perf_counter()
-            self.work.seconds += read - started
+            self.work.seconds += read - started - (self.work.hash_seconds - hashed)
             for array, begin, size, at in rows:
-                if self._arrays.has_digest[array]:
-                    self._feed(array, begin, buffer.data[at : at + size])
+                if self._arrays.has_digest[array] and array not in self._casts:
+                    self._feed(array, begin - int(self._arrays.begin[array]), buffer.data[at : at + size])
             self.work.hash_seconds += time.perf_counter() - read
         return buffer
 
-    def _feed(self, array: int, offset: int, data: memoryview) -> None:
-        running, within = self.digest_of(array), offset - int(self._arrays.begin[array])
-        _catch_up(self._files, self._names, self._arrays, array, running, within, self.work)
+    def _shown_at(self, file: int, offset: int) -> int | None:
+        """The array that is converted to what is shown at `offset` of the file, if that is none of its own bytes."""
+        at = bisect_right(self._shown, (file, offset, len(self._arrays.file))) - 1
+        return self._shown[at][2] if at >= 0 and self._shown[at][0] == file else None
+
+    def _read_cast(self, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None) -> None:
+        """Read what the array is converted to from `offset` of its file on; `into` lies at `position` of the buffer."""
+        name, cast = self._names[self._arrays.file[array]], self._casts[array]
+
+        def seen(within: int, data: memoryview) -> None:
+            self.work.nbytes += len(data)
+            if self._hashing and self._arrays.has_digest[array]:
+                started = time.perf_counter()
+                self._feed(array, within, data)
+                self.work.hash_seconds += time.perf_counter() - started
+
+        def infinite(found: NDArray[np.int64]) -> None:
+            if parts is not None:
+                self.infinite.update(_within(parts, position + found))
+
+        self._caster.read(cast, offset - cast.begin, into, partial(self._files.read, name), seen, infinite)
+
+    def _feed(self, array: int, within: int, data: memoryview) -> None:
+        running = self.digest_of(array)
+        self._catch_up(array, running, within)
         self.work.hashed_nbytes += running.feed(within, data)
         if running.is_complete:
             self._compare(array, running)
+
+    def _catch_up(self, array: int, running: RunningDigest, offset: int) -> None:
+        begin = self._casts[array].stored_begin if array in self._casts else int(self._arrays.begin[array])
+        _catch_up(self._files, self._names[self._arrays.file[array]], begin, running, offset, self.work)
 
     def digest_of(self, array: int) -> RunningDigest:
         """The hash of an array that this rank reads, as far as it has come."""
         if array not in self._digests:
             algorithm = ALGORITHMS[self._arrays.has_digest[array]]
-            self._digests[array] = RunningDigest(int(self._arrays.nbytes[array]), algorithm)
+            nbytes = int(self._arrays.cast_nbytes[array] or self._arrays.nbytes[array])
+            self._digests[array] = RunningDigest(nbytes, algorithm)
         return self._digests[array]
 
     def finish(self) -> None:
         """Hash what is left of every array: padding after its last box, and what came out of order."""
         for array, running in self._digests.items():
             if not running.is_complete:
-                _catch_up(self._files, self._names, self._arrays, array, running, running.nbytes, self.work)
+                self._catch_up(array, running, running.nbytes)
                 self._compare(array, running)
 
     def _compare(self, array: int, running: RunningDigest) -> None:
@@ -197,16 +243,14 @@ class Writer:
         """The SHA-256 of this rank's share of the arrays; all ranks must have written and synced before."""
         started = time.perf_counter()
         for array, running in self._hashed.items():
-            _catch_up(self._files, self._names, self._arrays, array, running, running.nbytes, self.work)
+            name, begin = self._names[self._arrays.file[array]], int(self._arrays.begin[array])
+            _catch_up(self._files, name, begin, running, running.nbytes, self.work)
         self.work.hash_seconds += time.perf_counter() - started
         return {array: running.digest() for array, running in self._hashed.items()}
 
 
-def _catch_up(
-    files: Files, names: Sequence[str], arrays: ArrayTable, array: int, running: RunningDigest, offset: int, work: Work
-) -> None:
-    """Read what the digest of a stored array lacks before `offset`."""
-    name, begin = names[arrays.file[array]], int(arrays.begin[array])
+def _catch_up(files: Files, name: str, begin: int, running: RunningDigest, offset: int, work: Work) -> None:
+    """Read what the digest of an array, stored from `begin` on, lacks before `offset`."""
     again = running.catch_up(offset, lambda within, into: files.read(name, begin + within, into))
     work.again_nbytes += again
     work.hashed_nbytes += again
@@ -229,6 +273,21 @@ def _steps(spans: Spans, file_of: Ints, hashing: bool) -> Iterator[tuple[Row, li
                 if index == first and begin + size <= high:
                     first += 1
             yield (file, low, high - low, position + low - offset), within
+
+
+def _within(cast: CastParts, positions: NDArray[np.int64]) -> Counter[int]:
+    """How many of these positions of the buffer, which rise, lie in boxes of each tensor: the rest is padding."""
+    counts: Counter[int] = Counter()
+    for tensor, position, stride, shape in zip(
+        cast.tensor.tolist(), cast.tiles.position.tolist(), cast.tiles.stride, cast.tiles.shape, strict=True
+    ):
+        low, high = np.searchsorted(positions, [position, position + int(((shape - 1) * stride).sum()) + 1])
+        rest, inside = positions[low:high] - position, np.ones(high - low, bool)
+        for step, size in zip(stride.tolist(), shape.tolist(), strict=True):
+            index, rest = np.divmod(rest, step)
+            inside &= index < size
+        counts[tensor] += int(inside.sum())
+    return +counts
 
 
 def _rows(spans: Spans | Runs) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ReshardError, plural
-from reshard_mpi.report import rate_text, size_text
+from reshard_mpi.report import changes_text, rate_text, size_text
 
 if TYPE_CHECKING:
     from reshard_mpi.check.verify import Verdict
@@ -23,6 +23,8 @@ def summary_text(report: Mapping[str, Any]) -> str:
         f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
         "  " + ", ".join(plural(report[count], noun) for count, noun in counts),
     ]
+    changed = changes_text(report["changes"])
+    lines += [f"  {changed}"] if changed else []
     for phase, data in report["phases"].items():
         rate = rate_text(data["nbytes"], data["seconds"])
         lines.append(f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate:>12}")

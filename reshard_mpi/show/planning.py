@@ -10,10 +10,11 @@ from reshard_mpi.boxes import Ints
 from reshard_mpi.check.oracles import oracle_arrays
 from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import ReshardError, names, plural, telling_order
+from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.plan import Plan, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
-from reshard_mpi.report import size_text, topology_text
+from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
+from reshard_mpi.report import changes_text, size_text, topology_text
 from reshard_mpi.show.tensors import tensor_facts, tensor_lines
 from reshard_mpi.storage.source import Source
 
@@ -24,18 +25,23 @@ FRAGMENT_NBYTES = 4096  # of rank 0, for a fragment of source or target
 
 def refusals_of(
     source: Source, selection: Selection, *, nranks: int, memory_nbytes: int, writers: str, hashing: bool
-) -> tuple[Prepared | None, list[ReshardError]]:
-    """The prepared job, or every reason to refuse it."""
+) -> tuple[tuple[Prepared, Changes] | None, list[ReshardError]]:
+    """The prepared job and what it changes in tensors, or every reason to refuse it."""
     faults = list(source.findings.faults)
     outgoing = None
-    if source.findings.is_sound:
-        outgoing, refused = outgoing_of(source, selection)
-        faults += refused
+    try:
+        if source.findings.is_sound:
+            changed, changes = changed_source(source, selection)
+            outgoing, refused = outgoing_of(changed, selection)
+            faults += refused
+    except ReshardError as fault:
+        faults.append(fault)
     try:
         faults += _oracle_array_faults(source)
-        resources = Resources(nranks, round_nbytes_of(memory_nbytes, source.held_nbytes), writers, hashing)
+        round_nbytes_of(memory_nbytes, source.held_nbytes)
         if outgoing is not None and not faults:
-            return prepare(source, outgoing, resources), []
+            resources = Resources(nranks, round_nbytes_for(changed, changes, memory_nbytes), writers, hashing)
+            return (prepare(changed, outgoing, resources), changes), []
     except ReshardError as fault:
         faults.append(fault)
     return None, sorted(faults, key=telling_order)
@@ -51,7 +57,7 @@ def _oracle_array_faults(source: Source) -> list[ReshardError]:
         return [fault]
 
 
-def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
+def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str, Any]:
     """What the plan says, as JSON values; bytes and ranks are of MPI ranks unless `shard` is in the name."""
     plan, case = prepared.plan, prepared.outgoing.case
     tensors = by_tensor(case.fragments)
@@ -81,8 +87,9 @@ def plan_facts(source: Source, prepared: Prepared) -> dict[str, Any]:
         "traffic_nbytes": moved.tolist(),
         "shards": _shards(prepared),
         "tensors": [tensor_facts(tensors[t], rules) for t, rules in sorted((case.topology.layout or {}).items())],
+        "changes": changes.facts(),
         "peak_nbytes": _peak_nbytes(source, prepared),
-        "warnings": source.warnings,
+        "warnings": [*source.warnings, *changes.warnings],
         "refusals": [],
     }
 
@@ -104,9 +111,11 @@ def _read_nbytes(plan: Plan) -> Ints:
     # What overlaps on a rank is read once: boxes of one array with padding between them, or two that are one array.
     place = (rank * (1 + int(file.max(initial=0))) + file) * (1 + int(last.max(initial=0)))
     reached = np.maximum.accumulate(np.append(0, place + last))[:-1]
-    return np.bincount(rank, np.maximum(place + last - np.maximum(reached, place + first), 0), plan.nranks).astype(
-        np.int64
-    )
+    nbytes = np.maximum(place + last - np.maximum(reached, place + first), 0)
+    # What is cast is read as it is stored.
+    array = side.array[order]
+    cast, shown = side.arrays.cast_nbytes[array], np.maximum(side.arrays.nbytes[array], 1)
+    return np.bincount(rank, np.where(cast > 0, nbytes * cast // shown, nbytes), plan.nranks).astype(np.int64)
 
 
 def _shards(prepared: Prepared) -> list[dict[str, Any]]:
@@ -163,6 +172,8 @@ def plan_text(facts: Mapping[str, Any]) -> str:
         )
     left = max(len(facts["ranks"]), len(facts["shards"])) - MOST_LINES
     lines += [f"... and {left} more (--json has all)"] if left > 0 else []
+    changed = changes_text(facts["changes"])
+    lines += ["", changed] if changed else []
     lines += ["", "in the target:", *tensor_lines(facts["tensors"], facts["target_topology"])]
     return "\n".join([*lines, "", "Headers were read, bytes were not: `verify` checks them."])
 

@@ -18,6 +18,7 @@ import msgspec
 from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import Count, strict_json
 from reshard_mpi.errors import InputError, StorageError
+from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.shown import ShownArray
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -28,7 +29,8 @@ ALIGNMENT = 8  # of the first data byte
 class StoredArray:
     """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order.
 
-    `strided` says how its elements really lie, where they are no such span: then `begin` is where they are shown.
+    `strided` says how its elements really lie, where they are no such span: then `begin` is where they are shown; so it is with
+    `cast`, of an array that is stored in another dtype.
     """
 
     dtype: str
@@ -36,6 +38,7 @@ class StoredArray:
     begin: int
     nbytes: int
     strided: ShownArray | None = None
+    cast: CastArray | None = None
 
 
 class _Entry(msgspec.Struct):

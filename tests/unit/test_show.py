@@ -121,6 +121,7 @@ def report(verify="source", **changes) -> dict:
         "unread_replica_nbytes": 0,
         "noracles": 1,
         "seconds": 1.5,
+        "changes": {},
     }
     return summary_of(ranks, **(of_job | changes))
 
