@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -321,3 +322,52 @@ def test_the_memory_for_the_cast_is_within_what_was_promised(tmp_path):
         assert_done(run_alone("plan", source, "--target", "single", "--cast", "float16", "--memory", "56K", "--json"))
     )
     assert 0 < facts["buffers_nbytes"] <= 56 << 10
+
+
+@pytest.fixture(scope="module")
+def dcp(tmp_path_factory) -> tuple[Path, dict]:
+    """A PyTorch DCP folder, with arrays that don't lie in row-major order, and the tensors in it."""
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    torch.manual_seed(0)
+    tensors = {
+        "plain": torch.randn(31, 47),
+        "transposed": torch.randn(60, 70).t(),
+        "view": torch.randn(40, 30)[3:9],
+        "strided": torch.randn(40, 30)[:, ::2],
+        "doubles": torch.randn(7, 9, dtype=torch.float64),
+        "0-d": torch.tensor(3.14159),
+        "empty": torch.empty(0, 3),
+        "steps": torch.arange(5),
+    }
+    folder = tmp_path_factory.mktemp("dcp") / "saved"
+    checkpoint.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder, tensors
+
+
+@pytest.mark.parametrize("dtype", TO)
+@pytest.mark.parametrize("nranks, memory", [(1, "128K"), (3, "256M")])
+def test_what_torch_saved_is_cast_as_torch_does(dtype, nranks, memory, dcp, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    saved, tensors = dcp
+    done = run_mpi(nranks, "reshard", saved, tmp_path / "out", "--cast", dtype, "--memory", memory)
+    assert_done(done)
+    found = load_file(tmp_path / "out" / "rank-00000.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, one in tensors.items():
+        expected = one.to(getattr(torch, dtype)) if one.is_floating_point() else one
+        assert found[name].dtype == expected.dtype, name
+        assert torch.equal(found[name], expected), name
+
+
+def test_a_flipped_byte_of_what_torch_saved_is_found_though_it_is_cast(dcp, tmp_path):
+    saved, tensors = dcp
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    file = next(copy.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[content.index(tensors["plain"].numpy()[5:9].tobytes())] ^= 1
+    file.write_bytes(content)
+    done = run_mpi(2, "reshard", copy, tmp_path / "out", "--cast", "bfloat16")
+    assert_refused(done, 4, "'plain", "crc32", out=tmp_path / "out")
