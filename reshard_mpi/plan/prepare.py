@@ -4,8 +4,9 @@ Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` 
 """
 
 import fnmatch
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.rules import target_layout
-from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.layout.target import Outgoing, TargetArray, outgoing_case
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.shares import choose_members
@@ -120,16 +121,13 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         }
     )
     source_index = {(file, key): index for index, (file, _, key) in enumerate(source_keys)}
-    target_rows: defaultdict[str, list[int]] = defaultdict(list)
+    target_rows: defaultdict[str, list[tuple[int, Place]]] = defaultdict(list)
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:
-            target_rows[array.tensor_id].append(index)
+            target_rows[array.tensor_id] += [(index, place) for place in _target_places(array)]
     planned = [
         _planned(
-            fragments,
-            [source_index[f.payload_file, f.payload_key] for f in fragments],
-            outgoing,
-            target_rows[tensor_id],
+            fragments, [source_index[f.payload_file, f.payload_key] for f in fragments], target_rows[tensor_id]
         )
         for tensor_id, fragments in sorted(chosen.items())
         if target_rows[tensor_id]
@@ -190,16 +188,32 @@ def _choose_sources(
     return chosen
 
 
+def _target_places(array: TargetArray) -> Iterator[Place]:
+    """The boxes of an array; one that isn't contiguous in it, in parts that are: what is written must not reach over others.
+
+    A member of a fused axis 1 is a part of every index of axis 0, say.
+    """
+    for (offset, extent), before in array.boxes:
+        partial = [axis for axis, size in enumerate(extent) if size != array.shape[axis]]
+        leading = extent[: partial[-1]] if partial else ()
+        for index in np.ndindex(*leading):
+            first = (*index, *(0,) * (len(extent) - len(index)))
+            yield Place(
+                tuple(map(operator.add, offset, first)),
+                (*(1,) * len(index), *extent[len(index) :]),
+                tuple(map(operator.add, before, first)),
+                array.shape,
+            )
+
+
 def _planned(
-    fragments: list[Fragment], source_arrays: list[int], outgoing: Outgoing, target_arrays: list[int]
+    fragments: list[Fragment], source_arrays: list[int], target_rows: Sequence[tuple[int, Place]]
 ) -> PlannedTensor:
     like = fragments[0]
     places = [Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in fragments]
-    for index in target_arrays:
-        offset, extent = outgoing.arrays[index].box
-        places.append(Place(offset, extent, (0,) * len(extent), extent))
+    places += [place for _, place in target_rows]
     form = byte_form(like.global_shape, DTYPES[like.dtype].nbits, tuple(places), f"tensor {like.logical_tensor_id}")
-    return PlannedTensor(form, np.array(source_arrays, np.int64), np.array(target_arrays, np.int64))
+    return PlannedTensor(form, np.array(source_arrays, np.int64), np.array([row for row, _ in target_rows], np.int64))
 
 
 def _source_table(
