@@ -63,6 +63,13 @@ def decimal_size(text: str) -> int:
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
+def _named_number(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,18})\s*", text, re.ASCII)
+    if not match or not int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number with a name; write it like head_dim=128")
+    return match[1], int(match[2])
+
+
 def _target(text: str) -> Mesh:
     return parse_target(text)
 
@@ -117,6 +124,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="AXES",
         help="tp=4, pp=2,tp=2, single, ... (default: topology.target of SOURCE)",
     )
+    _add_layout(parser)
     parser.add_argument(
         "--include",
         action="append",
@@ -158,6 +166,22 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         choices=("source", "full", "none"),
         default="source",
         help="what is held against digests (default source)",
+    )
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layout",
+        metavar="NAME|FILE",
+        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, or a TOML file",
+    )
+    parser.add_argument(
+        "--layout-set",
+        type=_named_number,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a number that the layout names, like head_dim=128 (default: from the file, or config.json of SOURCE)",
     )
 
 

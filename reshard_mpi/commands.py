@@ -77,6 +77,8 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         verify=options.verify,
         include=tuple(options.include),
         exclude=tuple(options.exclude),
+        layout=options.layout,
+        layout_values=tuple(options.layout_set),
         format=options.format,
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
@@ -161,14 +163,16 @@ def _plan(options: argparse.Namespace) -> int:
         return _simulate(options)
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
+    from reshard_mpi.layout.file import load_layout
     from reshard_mpi.plan.prepare import Selection
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
     source = load_alone(options.source)
+    layout = load_layout(options.layout, dict(options.layout_set), [options.source]) if options.layout else None
     prepared, faults = refusals_of(
         source,
-        Selection(options.target, tuple(options.include), tuple(options.exclude)),
+        Selection(options.target, tuple(options.include), tuple(options.exclude), layout),
         nranks=options.ranks or source.case.world_size,
         memory_nbytes=options.memory,
         writers="owner" if options.writers == "owner" else "shared",

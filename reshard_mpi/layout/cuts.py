@@ -1,7 +1,7 @@
 """How one tensor axis is cut where `torch.chunk` alone would be wrong: whole heads, shared heads, fused tensors. Pure.
 
-    qkv of 4 query heads and 2 key-value heads, tp = 2:    |q0 q1|q2 q3|k0|k1|v0|v1|
-                                     what rank 0 holds:    |q0 q1|     |k0|  |v0|  |   stored as  |q0 q1|k0|v0|
+qkv of 4 query heads and 2 key-value heads, tp = 2:    |q0 q1|q2 q3|k0|k1|v0|v1|
+                                 what rank 0 holds:    |q0 q1|     |k0|  |v0|  |   stored as  |q0 q1|k0|v0|
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from reshard_mpi.boxes import chunk
 
-Intervals = tuple[tuple[int, int], ...]  # half-open, in elements of the whole axis, in the order in which they are stored
+Intervals = tuple[
+    tuple[int, int], ...
+]  # half-open, in elements of the whole axis, in the order in which they are stored
 
 
 class Misfit(Exception):

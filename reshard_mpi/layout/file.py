@@ -1,4 +1,4 @@
-'''Layout files: for each mesh axis, by name of the tensors, which tensor axis it splits, and in what units (SPEC section 5).
+"""Layout files: for each mesh axis, by name of the tensors, which tensor axis it splits, and in what units (SPEC section 5).
 
     [model]                                   # numbers that the rules name; config.json and --layout-set know them too
     head_dim = 128
@@ -18,7 +18,7 @@ with or without the `model.` before its keys, and `*` alone is every tensor. Of 
 `unit`: elements that must not be cut apart; a number, a name of [model], or a product of them, "3 * head_dim". `repeat`: where
 there are fewer units than ranks, neighbouring ranks hold the same one. `members`: of a fused tensor, how many equal parts it has
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
-'''
+"""
 
 import json
 import re
@@ -71,7 +71,7 @@ class Statement:
         return _compiled(self.pattern)
 
     def matches(self, fqn: str) -> bool:
-        return any(self._matches.fullmatch(name) for name in _names_of(fqn))
+        return any(self._matches.fullmatch(f"{name}.") for name in _names_of(fqn))
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class LayoutFile:
                     resolved.faults.append(fault)
             if rules:
                 resolved.layout[tensor.tensor_id] = rules
-        return resolved
+        once = {str(fault): fault for fault in resolved.faults}  # a number that isn't known is missed by every layer
+        return replace(resolved, faults=list(once.values()))
 
     def _cut(self, statement: Statement, tensor: Tensor, axis: int) -> Cut | None:
         size = tensor.shape[axis]
@@ -193,7 +194,9 @@ def repeats_of(statement: Statement, nmembers: int) -> tuple[bool, ...]:
     repeat = statement.says.repeat
     repeats = (repeat,) * nmembers if isinstance(repeat, bool) else repeat
     if len(repeats) != nmembers:
-        raise InputError(statement.where, f"repeat has {len(repeats)} entries for {nmembers} members; expected one each")
+        raise InputError(
+            statement.where, f"repeat has {len(repeats)} entries for {nmembers} members; expected one each"
+        )
     return repeats
 
 
@@ -206,6 +209,7 @@ def _names_of(fqn: str) -> list[str]:
 
 @lru_cache(maxsize=1 << 12)
 def _compiled(pattern: str) -> re.Pattern[str]:
+    """What names match that have a dot after every word."""
     parts = []
     for word in pattern.split("."):
         if word == "**":
@@ -214,8 +218,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             parts.append(r"[^.]+\.")
         else:
             parts.append(re.escape(word).replace(r"\*", "[^.]*") + r"\.")
-    text = "".join(parts)
-    return re.compile(rf"(?:.*\.)?{text[:-2] if text.endswith(chr(92) + '.') else text}")
+    return re.compile(r"(?:.*\.)?" + "".join(parts))
 
 
 # ---- reading
@@ -260,7 +263,11 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
     axes: dict[str, tuple[Statement, ...]] = {}
     for axis, patterns in _table(raw, "axes", where).items():
         here = f"{where}: axes.{axis}"
-        if canonical(axis) in axes or axis in ("rank", "world_size") or not re.fullmatch(r"[A-Za-z_]\w*", axis, re.ASCII):
+        if (
+            canonical(axis) in axes
+            or axis in ("rank", "world_size")
+            or not re.fullmatch(r"[A-Za-z_]\w*", axis, re.ASCII)
+        ):
             raise InputError(here, "is given twice, or is no name of a mesh axis; expected tp, ep, ...")
         if not isinstance(patterns, dict):
             raise InputError(here, f"is {patterns!r}; expected a table of patterns")
@@ -289,11 +296,15 @@ def _statement(pattern: str, entry: object, where: str) -> Statement:
         raise InputError(where, f"{error}; expected a tensor axis, a word, or split, unit, repeat, members") from error
     if isinstance(says.split, str) and not is_word(says.split):
         raise InputError(where, f"{says.split!r} is no word that is known; expected a tensor axis, or {known_words()}")
-    sizes = [("unit", says.unit)] + [("members", size) for size in (says.members if isinstance(says.members, tuple) else ())]
+    sizes = [("unit", says.unit)] + [
+        ("members", size) for size in (says.members if isinstance(says.members, tuple) else ())
+    ]
     for key, size in sizes:
         factors = str(size).replace(" ", "").split("*")
         if not all(_FACTOR.fullmatch(factor) and factor.strip("0") for factor in factors):
-            raise InputError(f"{where}.{key}", f"is {size!r}; expected a number, a name, or a product like '3 * head_dim'")
+            raise InputError(
+                f"{where}.{key}", f"is {size!r}; expected a number, a name, or a product like '3 * head_dim'"
+            )
     if says.members in ((), 0) or (isinstance(says.members, int) and says.members < 0):
         raise InputError(f"{where}.members", f"is {says.members!r}; expected how many there are, or the size of each")
     if "" in pattern.split("."):

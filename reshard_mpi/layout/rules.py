@@ -96,7 +96,8 @@ def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tupl
         faults.append(
             InputError(
                 f"mesh axis {axis}",
-                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; say with --layout or in topology.layout what it does",
+                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; say with --layout "
+                "or in topology.layout what it does",
             )
         )
     return layout, faults
@@ -274,7 +275,9 @@ def target_arrays(placement: Placement) -> tuple[Held, ...]:
         return tuple(Held(rank, box[1], ((box, none),)) for rank, box in target_boxes(placement))
     ranks, _, _ = boxes_of(placement)
     coordinates = _coordinates(placement.mesh)
-    return tuple(_held(placement, rank, {axis: int(of[rank]) for axis, of in coordinates.items()}) for rank in ranks.tolist())
+    return tuple(
+        _held(placement, rank, {axis: int(of[rank]) for axis, of in coordinates.items()}) for rank in ranks.tolist()
+    )
 
 
 def _held(placement: Placement, rank: int, coordinates: Mapping[str, int]) -> Held:

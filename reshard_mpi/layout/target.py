@@ -43,7 +43,8 @@ Cuts = Mapping[str, Mapping[str, Cut]]  # by logical tensor and mesh axis, where
 class TargetArray(NamedTuple):
     """One stored array of a target shard: in the shard of `rank`, under `key`.
 
-    `boxes`: the boxes of the tensor that make it up, each with the elements stored before it per axis; one, but for fused tensors.
+    `boxes`: the boxes of the tensor that make it up, each with the elements stored before it per axis; one, but for fused
+    tensors.
     """
 
     rank: int

@@ -1,8 +1,9 @@
 """The words of transformers' `tp_plan`: which axis of a tensor each of them splits.
 
-A weight is stored as [out, in] (of stacked experts [expert, out, in]), so `colwise` is the last axis but one and `rowwise` the last;
-a bias [out] is split by the one and replicated by the other. An embedding is stored as [vocabulary, hidden] and looked up by
-row: there `rowwise` is axis 0, as in torch. What a word says of inputs and outputs (`_rep`, `_gather_output`, ...) is no matter here.
+A weight is stored as [out, in] (of stacked experts [expert, out, in]), so `colwise` is the last axis but one and `rowwise` the
+last; a bias [out] is split by the one and replicated by the other. An embedding is stored as [vocabulary, hidden] and looked up
+by row: there `rowwise` is axis 0, as in torch. What a word says of inputs and outputs (`_rep`, `_gather_output`, ...) is no
+matter here.
 """
 
 import itertools

@@ -13,11 +13,12 @@ import numpy as np
 
 from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
 from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hugging_face_target import in_files
-from reshard_mpi.layout.rules import target_layout
+from reshard_mpi.layout.file import LayoutFile, Resolved
+from reshard_mpi.layout.rules import Tensor, target_layout
 from reshard_mpi.layout.target import Outgoing, TargetArray, outgoing_case
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
@@ -35,7 +36,7 @@ class Selection:
     target: Mesh | None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    layout: Layout | None = None
+    layout: LayoutFile | None = None
     format: str = "safetensors"  # or hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
 
@@ -90,14 +91,24 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
-        layout, faults = target_layout(source.case, target, selection.layout)
+        given = _given(source.case, target, selection)
+        layout, faults = target_layout(source.case, target, given.layout)
+        faults = given.faults + faults
         if not faults:
-            outgoing = outgoing_case(source.case, layout, target, kept)
+            outgoing = outgoing_case(source.case, layout, target, kept, given.cuts)
             return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []
     except ReshardError as fault:
         faults = [fault]
     located(source.folder, faults)
     return None, faults
+
+
+def _given(case: Case, target: Mesh, selection: Selection) -> Resolved:
+    """What the layout file says, if there is one."""
+    if selection.layout is None:
+        return Resolved({}, {}, [])
+    tensors = {f.logical_tensor_id: Tensor(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}
+    return selection.layout.resolve(tensors.values(), target.split_axes)
 
 
 @no_garbage_collection()
@@ -126,9 +137,7 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         if 0 not in array.shape:
             target_rows[array.tensor_id] += [(index, place) for place in _target_places(array)]
     planned = [
-        _planned(
-            fragments, [source_index[f.payload_file, f.payload_key] for f in fragments], target_rows[tensor_id]
-        )
+        _planned(fragments, [source_index[f.payload_file, f.payload_key] for f in fragments], target_rows[tensor_id])
         for tensor_id, fragments in sorted(chosen.items())
         if target_rows[tensor_id]
     ]

@@ -37,6 +37,8 @@ class Job:
     verify: str = "source"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    layout: str | None = None  # a preset, or a file
+    layout_values: tuple[tuple[str, int], ...] = ()  # numbers that its rules name
     format: str = "safetensors"  # or hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder

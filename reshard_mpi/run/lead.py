@@ -17,6 +17,7 @@ from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.errors import ReshardError, raise_first
 from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
+from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, load_layout
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
@@ -40,6 +41,7 @@ class Lead:
     source: Source
     prepared: Prepared
     partial: PartialFolder
+    layout: LayoutFile | None
 
     def __init__(self, job: "Job", nranks: int):
         self.job, self.nranks, self.round_nbytes = job, nranks, round_nbytes_of(job.memory_nbytes)
@@ -57,8 +59,9 @@ class Lead:
         assert source is not None
         source.raise_first()
         job = self.job
+        self.layout = _layout(job)
         selection = Selection(
-            job.target, job.include, job.exclude, format=job.format, most_file_nbytes=job.most_file_nbytes
+            job.target, job.include, job.exclude, self.layout, format=job.format, most_file_nbytes=job.most_file_nbytes
         )
         outgoing, faults = outgoing_of(source, selection)
         raise_first(faults)
@@ -114,6 +117,7 @@ class Lead:
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
+            "layout": self.layout.text() if self.layout else None,
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -203,6 +207,7 @@ class Lead:
         if named:
             text = case_text(written)
             create_file(self.partial.path / CASE_FILE, len(text), text)
+            named += self._write_layout()
         else:
             named += write_index(self.prepared.outgoing, self.partial.path)
             named += copy_assets(self.job.assets, self.partial.path) if self.job.assets else []
@@ -211,6 +216,14 @@ class Lead:
                 files.sync(name)
         check_paths(self.job.source, self.job.out, self.job.overwrite)
         self.partial.commit()
+
+    def _write_layout(self) -> list[str]:
+        """The layout that was used, if there was one, for those who go on from here; the name of its file."""
+        if self.layout is None:
+            return []
+        text = self.layout.text().encode()
+        create_file(self.partial.path / LAYOUT_FILE, len(text), text)
+        return [LAYOUT_FILE]
 
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
@@ -241,3 +254,8 @@ class Lead:
             warnings=self.source.warnings,
             seconds=round(seconds, 3),
         )
+
+
+def _layout(job: "Job") -> LayoutFile | None:
+    folders = [job.source, *([job.assets] if job.assets else [])]
+    return load_layout(job.layout, dict(job.layout_values), folders) if job.layout else None
