@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("source", type=Path, metavar="SOURCE")
     inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+    _add_describe(commands.add_parser("describe", help="write case.json for shards that come with none"))
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -195,6 +196,23 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
+
+
+def _add_describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="the folder of the shards; nothing is written to it"
+    )
+    parser.add_argument(
+        "--from", type=_target, dest="source_mesh", required=True, metavar="AXES", help="the topology that wrote them"
+    )
+    parser.add_argument(
+        "--file-pattern",
+        default="rank-{rank:05d}.safetensors",
+        metavar="NAME",
+        help="of the shards, with {rank:05d} or {tp:02d} and the like (default %(default)s)",
+    )
+    _add_layout(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there (default: to stdout)")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

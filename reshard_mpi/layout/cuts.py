@@ -4,11 +4,13 @@ qkv of 4 query heads and 2 key-value heads, tp = 2:    |q0 q1|q2 q3|k0|k1|v0|v1|
                                  what rank 0 holds:    |q0 q1|     |k0|  |v0|  |   stored as  |q0 q1|k0|v0|
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard_mpi.boxes import chunk
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, extent) in elements
 Intervals = tuple[
     tuple[int, int], ...
 ]  # half-open, in elements of the whole axis, in the order in which they are stored
@@ -105,3 +107,20 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
         else:
             found.append((start, stop))
     return tuple(found)
+
+
+def stored_boxes(columns: Sequence[Intervals]) -> tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]:
+    """The array that holds some intervals of each axis: its shape, and its boxes, each with the elements before it per axis.
+
+    >>> stored_boxes([((2, 4), (5, 6)), ((0, 9),)])
+    ((3, 9), ((((2, 0), (2, 9)), (0, 0)), (((5, 0), (1, 9)), (2, 0))))
+    """
+    boxes = []
+    for pieces in itertools.product(*columns):
+        box = tuple(start for start, _ in pieces), tuple(stop - start for start, stop in pieces)
+        before = tuple(
+            sum(stop - start for start, stop in column[: column.index(piece)])
+            for column, piece in zip(columns, pieces, strict=True)
+        )
+        boxes.append((box, before))
+    return tuple(sum(stop - start for start, stop in column) for column in columns), tuple(boxes)

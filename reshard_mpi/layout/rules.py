@@ -8,7 +8,6 @@
 The result, a Rule per tensor and mesh axis, is all that is needed to say which box of which tensor a target rank holds.
 """
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +21,13 @@ from reshard_mpi.boxes import Ints, array_split_part, chunk
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Coordinates, Fragment, Layout, Rule, Stages, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 from reshard_mpi.errors import InputError, ReshardError, names
-from reshard_mpi.layout.cuts import Cut, Intervals, cut_axis
+from reshard_mpi.layout.cuts import Box, Cut, Intervals, cut_axis, stored_boxes
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.", re.ASCII)
 EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.", re.ASCII)
 EMBEDDING = ("embed", "wte", "wpe")
 NUMBERED = {"pp": LAYER, "ep": EXPERT}  # the mesh axes that place by a number in the fqn
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, extent) in elements
 MeshTuple = tuple[int, ...]  # an index on each source mesh axis, in mesh order
 
 
@@ -286,15 +284,7 @@ def _held(placement: Placement, rank: int, coordinates: Mapping[str, int]) -> He
     for axis in nesting_order(tensor_axis_of):
         column = tensor_axis_of[axis]
         columns[column] = cut_axis(columns[column], sizes[axis], coordinates[axis], cuts.get(axis))
-    boxes = []
-    for intervals in itertools.product(*columns):
-        box = tuple(start for start, _ in intervals), tuple(stop - start for start, stop in intervals)
-        before = tuple(
-            sum(stop - start for start, stop in of_axis[: of_axis.index(interval)])
-            for of_axis, interval in zip(columns, intervals, strict=True)
-        )
-        boxes.append((box, before))
-    return Held(rank, tuple(sum(stop - start for start, stop in of) for of in columns), tuple(boxes))
+    return Held(rank, *stored_boxes(columns))
 
 
 @lru_cache(maxsize=64)

@@ -30,8 +30,8 @@ from reshard_mpi.checkpoint.manifest import (
 )
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import InputError, names
-from reshard_mpi.layout.cuts import Cut, Misfit
-from reshard_mpi.layout.rules import Box, Held, Stacks, Tensor, partition_axes, placement_of, target_arrays
+from reshard_mpi.layout.cuts import Box, Cut, Misfit
+from reshard_mpi.layout.rules import Held, Stacks, Tensor, partition_axes, placement_of, target_arrays
 
 MOST_EVIDENCE = 64
 PAIRS_AT_ONCE = 1 << 20  # of source and target boxes
@@ -132,7 +132,7 @@ def outgoing_case(
     for tensor_id, arrays in held.items():
         like, axes = tensors[tensor_id][0], partition_axes(layout[tensor_id], target)
         keeper_id = stored_as.get(tensor_id, tensor_id)
-        replicas = _replicas(tensor_id, boxes_of[tensor_id])
+        replicas = replicas_of(tensor_id, boxes_of[tensor_id])
         for array in arrays:
             rank = array.rank
             keeper = keeper_id if on_rank.get((rank, keeper_id)) == array else tensor_id
@@ -217,7 +217,7 @@ def _on_rank(target: Mesh, rank: int) -> _Rank:
     return _Rank(file, f"source-digest:{file}", coordinates)
 
 
-def _replicas(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Replica]:
+def replicas_of(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Replica]:
     """Of each box which replica it is: of as many as there are ranks that hold it, in their order."""
     count, met = Counter(box for _, box in boxes), Counter[Box]()
     for _, box in boxes:
@@ -251,7 +251,7 @@ def _fragment(
         element_offset=offset,
         element_extent=extent,
         local_shape=stored,
-        padding=_no_padding(len(extent)) if stored == extent else _around(before, extent, stored),
+        padding=no_padding(len(extent)) if stored == extent else padding_around(before, extent, stored),
         dtype=like.dtype,
         payload_file=on_rank.file,
         payload_key=key,
@@ -266,11 +266,11 @@ def _fragment(
 
 
 @lru_cache
-def _no_padding(naxes: int) -> Padding:
+def no_padding(naxes: int) -> Padding:
     return Padding((0,) * naxes, (0,) * naxes, "none")
 
 
-def _around(before: tuple[int, ...], extent: tuple[int, ...], stored: tuple[int, ...]) -> Padding:
+def padding_around(before: tuple[int, ...], extent: tuple[int, ...], stored: tuple[int, ...]) -> Padding:
     """The rest of an array of several boxes, as one of them sees it."""
     after = tuple(whole - size - first for whole, size, first in zip(stored, extent, before, strict=True))
     return Padding(before, after, "view")

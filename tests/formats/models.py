@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, VOCABULARY, LAYERS = 8, 4, 4, 16, 24, 20, 3
 
+QKV = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+
 
 def llama(kind: str = "plain") -> dict[str, np.ndarray]:
     """A Llama of odd sizes; `fused`: with qkv_proj and gate_up_proj."""
@@ -28,7 +30,7 @@ def llama(kind: str = "plain") -> dict[str, np.ndarray]:
             shapes |= {f"{at}.self_attn.qkv_proj.bias": (q + 2 * kv,)}
             shapes |= {f"{at}.mlp.gate_up_proj.weight": (2 * INNER, HIDDEN)}
         else:
-            shapes |= {f"{at}.self_attn.{name}_proj.weight": (size, HIDDEN) for name, size in zip("qkv", (q, kv, kv))}
+            shapes |= {f"{at}.self_attn.{name}_proj.weight": (size, HIDDEN) for name, size in QKV.items()}
             shapes |= {f"{at}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
     return filled(shapes)
 

@@ -116,9 +116,9 @@ REFUSED = [
     ("a number isn't known", ("--layout", "llama"), 3, ["head_dim", "--layout-set head_dim=N", "k_proj"]),
     (
         "a cut within a head",
-        ("--layout", "llama", "--layout-set", "head_dim=32"),
+        ("--layout", "llama", "--layout-set", "head_dim=16"),
         3,
-        ["q_proj", "axis 0", "unit of 32"],
+        ["o_proj", "axis 1", "unit of 16"],
     ),
     ("a model of other names", ("--layout", "gpt-neox", "--layout-set", "head_dim=4"), 3, ["q_proj", "no layout says"]),
     ("no number", ("--layout", "llama", "--layout-set", "head_dim"), 2, ["head_dim"]),
@@ -138,3 +138,96 @@ def test_a_plan_says_what_a_layout_makes_of_a_folder(tmp_path):
     done = run_mpi(1, "plan", source, "--target", "tp=2", "--layout", "llama", "--json")
     facts = json.loads(assert_done(done))
     assert facts["target_topology"] == {"tp": 2}
+
+
+# Shards that come with no manifest
+
+
+def bare(out, folder, names=None):
+    """The shards of a case alone."""
+    folder.mkdir()
+    for rank, path in enumerate(sorted(out.glob("rank-*.safetensors"))):
+        (folder / (names[rank] if names else path.name)).write_bytes(path.read_bytes())
+    return folder
+
+
+AXES = ["tp=2,pp=2", "tp=8", "fsdp=3,tp=4", "dp=2,tp=2"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("axes", AXES)
+def test_shards_without_a_manifest_are_described_and_become_whole(kind, axes, tmp_path):
+    tensors = llama(kind)
+    source = write_hugging_face(tmp_path / "hf", tensors, **CONFIG)
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", "--target", axes, "--layout", "llama"))
+    folder = bare(tmp_path / "out", tmp_path / "bare")
+    numbers = [word for name, value in CONFIG.items() for word in ("--layout-set", f"{name}={value}")]
+    described = ("describe", folder, "--from", axes, "--layout", "llama", *numbers)
+    assert_done(run_mpi(1, *described, "--out", tmp_path / "case.json"))
+    assert not (folder / "case.json").exists()
+    assert assert_done(run_mpi(1, *described)) == (tmp_path / "case.json").read_text()
+    written, found = (json.loads((tmp_path / name).read_text())["fragments"] for name in ("out/case.json", "case.json"))
+    for one, other in zip(written, found, strict=True):
+        ours = {key: one[key] for key in one if key not in ("evidence_refs", "fragment_digest")}
+        assert {key: other[key] for key in ours} == ours
+    (folder / "case.json").write_bytes((tmp_path / "case.json").read_bytes())
+    assert_done(run_mpi(2, "reshard", folder, tmp_path / "back"))
+    assert_equal(load_file(tmp_path / "back" / "rank-00000.safetensors"), tensors)
+
+
+def test_shards_of_other_names_are_described_with_a_word_on_how_to_name_them(tmp_path):
+    source = write_hugging_face(tmp_path / "hf", llama(), **CONFIG)
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", "--target", "pp=2,tp=2", "--layout", "llama"))
+    names = [f"pp{pp}-tp{tp:02d}.safetensors" for pp in range(2) for tp in range(2)]
+    folder = bare(tmp_path / "out", tmp_path / "bare", names)
+    options = ("--layout", tmp_path / "out" / "layout.toml", "--file-pattern", "pp{pp}-tp{tp:02d}.safetensors")
+    done = run_mpi(1, "describe", folder, "--from", "pp=2,tp=2", *options)
+    assert '"case_id": "bare"' in assert_done(done)
+    assert "link pp0-tp00.safetensors" in done.stderr
+
+
+LOST = [
+    ("a layout says nothing", {}, ("--from", "tp=2"), 3, ["mesh axis tp", "--layout"]),
+    ("too few ranks", {}, ("--from", "tp=1", "--layout", "llama"), 3, ["rank-00001.safetensors", "--from"]),
+    ("too many ranks", {}, ("--from", "tp=3", "--layout", "llama"), 5, ["rank-00002.safetensors"]),
+    (
+        "replicas of two shapes",
+        {"model.norm.weight": (9,)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["norm", "rank 1"],
+    ),
+    (
+        "another number of axes",
+        {"model.norm.weight": (4, 4)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["norm", "axes"],
+    ),
+    (
+        "a tensor of one rank",
+        {"lm_head.weight": (4, 4)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["lm_head", "'tp': 0"],
+    ),
+    ("two ranks, one file", {}, ("--from", "tp=2", "--file-pattern", "rank-00000.safetensors"), 2, ["--file-pattern"]),
+    ("an unknown field", {}, ("--from", "tp=2", "--file-pattern", "{pp}"), 2, ["{pp}", "tp"]),
+    ("a path", {}, ("--from", "tp=2", "--file-pattern", "../{rank}"), 2, ["--file-pattern"]),
+]
+
+
+@pytest.mark.parametrize("why, changed, options, code, words", LOST, ids=[row[0] for row in LOST])
+def test_shards_that_do_not_fit_together_are_refused(why, changed, options, code, words, tmp_path):
+    shapes = {"model.norm.weight": (8,)}
+    for rank, here in enumerate((shapes, shapes | changed)):
+        write_hugging_face(tmp_path / f"{rank}", filled(here))
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for rank in (0, 1):
+        content = (tmp_path / f"{rank}" / "model.safetensors").read_bytes()
+        (folder / f"rank-{rank:05d}.safetensors").write_bytes(content)
+    assert_refused(run_mpi(1, "describe", folder, *options), code, *words)
+    inside = folder / "case.json"
+    done = run_mpi(1, "describe", folder, "--from", "tp=2", "--layout", "llama", "--out", inside)
+    assert_refused(done, 2, "SOURCE", out=inside)
