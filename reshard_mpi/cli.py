@@ -64,6 +64,13 @@ def decimal_size(text: str) -> int:
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
+def _named_number(text: str) -> tuple[str, int]:
+    match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=\s*(\d{1,18})\s*", text, re.ASCII)
+    if not match or not int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number with a name; write it like head_dim=128")
+    return match[1], int(match[2])
+
+
 def _target(text: str) -> Mesh:
     return parse_target(text)
 
@@ -96,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("source", type=Path, metavar="SOURCE")
     inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+    _add_describe(commands.add_parser("describe", help="write case.json for shards that come with none"))
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -118,6 +126,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="AXES",
         help="tp=4, pp=2,tp=2, single, ... (default: topology.target of SOURCE)",
     )
+    _add_layout(parser)
     parser.add_argument(
         "--include",
         action="append",
@@ -196,6 +205,22 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layout",
+        metavar="NAME|FILE",
+        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, or a TOML file",
+    )
+    parser.add_argument(
+        "--layout-set",
+        type=_named_number,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a number that the layout names, like head_dim=128 (default: from the file, or config.json of SOURCE)",
+    )
+
+
 def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help=SOURCE_HELP)
     _add_selection(parser)
@@ -206,6 +231,23 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
+
+
+def _add_describe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="the folder of the shards; nothing is written to it"
+    )
+    parser.add_argument(
+        "--from", type=_target, dest="source_mesh", required=True, metavar="AXES", help="the topology that wrote them"
+    )
+    parser.add_argument(
+        "--file-pattern",
+        default="rank-{rank:05d}.safetensors",
+        metavar="NAME",
+        help="of the shards, with {rank:05d} or {tp:02d} and the like (default %(default)s)",
+    )
+    _add_layout(parser)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write there (default: to stdout)")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,12 @@ SAMPLE_OUT = Path("reshard-sample")
 
 def run_alone(options: argparse.Namespace) -> int:
     """A command that one process carries out; its exit code."""
-    alone: dict[str, Callable[[argparse.Namespace], int]] = {"plan": _plan, "inspect": _inspect, "sample": _sample}
+    alone: dict[str, Callable[[argparse.Namespace], int]] = {
+        "plan": _plan,
+        "inspect": _inspect,
+        "describe": _describe,
+        "sample": _sample,
+    }
     return alone[options.command](options)
 
 
@@ -80,6 +85,8 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         rename=tuple(options.rename),
         cast=tuple(options.cast),
         cast_except=tuple(options.cast_except),
+        layout=options.layout,
+        layout_values=tuple(options.layout_set),
         format=options.format,
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
@@ -165,15 +172,18 @@ def _plan(options: argparse.Namespace) -> int:
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
     from reshard_mpi.checkpoint.wanted import rename_rules
+    from reshard_mpi.layout.file import load_layout
     from reshard_mpi.plan.prepare import Selection
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
     source = load_alone(options.source)
+    layout = load_layout(options.layout, dict(options.layout_set), [options.source]) if options.layout else None
     selection = Selection(
         options.target,
         tuple(options.include),
         tuple(options.exclude),
+        layout,
         rename=rename_rules(options.rename),
         cast=tuple(options.cast),
         cast_except=tuple(options.cast_except),
@@ -219,6 +229,29 @@ def _inspect(options: argparse.Namespace) -> int:
     else:
         _say(tiles_text(facts) if options.tensor else case_text(facts))
     source.raise_first()
+    return 0
+
+
+def _describe(options: argparse.Namespace) -> int:
+    from reshard_mpi.checkpoint.manifest import case_text
+    from reshard_mpi.formats.plain_shards import describe_shards
+    from reshard_mpi.layout.file import load_layout
+    from reshard_mpi.storage.files import create_file
+
+    out = options.out
+    if out is not None and options.source.resolve() in out.resolve().parents:
+        raise UsageError(str(out), "lies in SOURCE, which is never written to; write it elsewhere")
+    if out is not None and os.path.lexists(out):
+        raise UsageError(str(out), "exists; remove it, or give another name")
+    layout = load_layout(options.layout, dict(options.layout_set), [options.source]) if options.layout else None
+    described = describe_shards(options.source, options.file_pattern, options.source_mesh, layout)
+    warn(described.warnings)
+    text = case_text(described.case)
+    if out is None:
+        _say(text.decode().rstrip("\n"))
+    else:
+        create_file(out, len(text), text)
+        _say(f"{out}: {len(described.case.fragments)} fragments of {plural(described.case.world_size, 'shard')}")
     return 0
 
 

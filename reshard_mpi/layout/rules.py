@@ -21,13 +21,13 @@ from reshard_mpi.boxes import Ints, array_split_part, chunk
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Coordinates, Fragment, Layout, Rule, Stages, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, nesting_order
 from reshard_mpi.errors import InputError, ReshardError, names
+from reshard_mpi.layout.cuts import Box, Cut, Intervals, cut_axis, stored_boxes
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.", re.ASCII)
 EXPERT = re.compile(r"(?:^|\.)experts\.(\d+)\.", re.ASCII)
 EMBEDDING = ("embed", "wte", "wpe")
 NUMBERED = {"pp": LAYER, "ep": EXPERT}  # the mesh axes that place by a number in the fqn
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offset, extent) in elements
 MeshTuple = tuple[int, ...]  # an index on each source mesh axis, in mesh order
 
 
@@ -94,7 +94,8 @@ def target_layout(case: Case, target: Mesh, given: Layout | None = None) -> tupl
         faults.append(
             InputError(
                 f"mesh axis {axis}",
-                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; say in topology.layout what it does",
+                f"{reason}, for {len(tensors)} tensors: {names(tensors, most=20)}; say with --layout "
+                "or in topology.layout what it does",
             )
         )
     return layout, faults
@@ -228,16 +229,20 @@ def _axes_followed(lines: list[Line]) -> set[int]:
 class Placement(NamedTuple):
     """All that decides which ranks of a mesh hold a tensor of `shape`, and which box of it; equal for many tensors.
 
-    `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it.
+    `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it; `cuts`: how
+    a mesh axis splits, where it isn't as `torch.chunk` does.
     """
 
     shape: tuple[int, ...]
     splits: tuple[tuple[str, int], ...]
     stages: tuple[tuple[str, tuple[int, ...]], ...]
     mesh: Mesh
+    cuts: tuple[tuple[str, Cut], ...] = ()
 
 
-def placement_of(tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: Stacks) -> Placement:
+def placement_of(
+    tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: Stacks, cuts: Mapping[str, Cut] | None = None
+) -> Placement:
     splits, stages = [], []
     for axis, size in mesh.split_axes.items():
         rule = rules[axis]
@@ -245,7 +250,41 @@ def placement_of(tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: 
             stages.append((axis, tuple(sorted(_stages(axis, size, rule, tensor, stacks)))))
         elif isinstance(rule, int):
             splits.append((axis, rule))
-    return Placement(tensor.shape, tuple(splits), tuple(stages), mesh)
+    held = tuple((axis, cut) for axis, cut in (cuts or {}).items() if axis in dict(splits))
+    return Placement(tensor.shape, tuple(splits), tuple(stages), mesh, held)
+
+
+class Held(NamedTuple):
+    """What a rank stores of a tensor: one array of shape `stored`, and each box with the elements stored before it, per axis."""
+
+    rank: int
+    stored: tuple[int, ...]
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=64)
+def target_arrays(placement: Placement) -> tuple[Held, ...]:
+    """What every rank that holds the tensor stores, by rank; Misfit when a cut of the placement doesn't fit.
+
+    Several boxes to an array where the tensor is fused.
+    """
+    if not placement.cuts:
+        none = (0,) * len(placement.shape)
+        return tuple(Held(rank, box[1], ((box, none),)) for rank, box in target_boxes(placement))
+    ranks, _, _ = boxes_of(placement)
+    coordinates = _coordinates(placement.mesh)
+    return tuple(
+        _held(placement, rank, {axis: int(of[rank]) for axis, of in coordinates.items()}) for rank in ranks.tolist()
+    )
+
+
+def _held(placement: Placement, rank: int, coordinates: Mapping[str, int]) -> Held:
+    sizes, tensor_axis_of, cuts = dict(placement.mesh.axes), dict(placement.splits), dict(placement.cuts)
+    columns: list[Intervals] = [((0, size),) for size in placement.shape]
+    for axis in nesting_order(tensor_axis_of):
+        column = tensor_axis_of[axis]
+        columns[column] = cut_axis(columns[column], sizes[axis], coordinates[axis], cuts.get(axis))
+    return Held(rank, *stored_boxes(columns))
 
 
 @lru_cache(maxsize=64)

@@ -29,26 +29,36 @@ from reshard_mpi.checkpoint.manifest import (
     by_tensor,
 )
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import InputError
-from reshard_mpi.layout.rules import Box, Stacks, Tensor, partition_axes, placement_of, target_boxes
+from reshard_mpi.errors import InputError, names
+from reshard_mpi.layout.cuts import Box, Cut, Misfit
+from reshard_mpi.layout.rules import Held, Stacks, Tensor, partition_axes, placement_of, target_arrays
 
 MOST_EVIDENCE = 64
 PAIRS_AT_ONCE = 1 << 20  # of source and target boxes
 ALONE = Replica(None, 1, 0)
 
+Cuts = Mapping[str, Mapping[str, Cut]]  # by logical tensor and mesh axis, where a split isn't as by `torch.chunk`
+
 
 class TargetArray(NamedTuple):
-    """One stored array of a target shard: the whole `box` of a tensor, in the shard of `rank`, under `key`."""
+    """One stored array of a target shard: in the shard of `rank`, under `key`.
+
+    `boxes`: the boxes of the tensor that make it up, each with the elements stored before it per axis; one, but for fused
+    tensors.
+    """
 
     rank: int
     key: str
     tensor_id: str
     dtype: str
-    box: Box
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.box[1]
+    def box(self) -> Box:
+        """The only box."""
+        ((box, _),) = self.boxes
+        return box
 
 
 @dataclass(frozen=True)
@@ -100,41 +110,64 @@ def payload_keys(case: Case) -> dict[str, str]:
 
 
 def outgoing_case(
-    case: Case, layout: Layout, target: Mesh, included: Collection[str], suffix: str = "safetensors"
+    case: Case,
+    layout: Layout,
+    target: Mesh,
+    included: Collection[str],
+    cuts: Cuts | None = None,
+    suffix: str = "safetensors",
 ) -> Outgoing:
-    """The case that holds the `included` tensors of `case` in the `target` topology; `suffix` is that of its shards."""
+    """The case that holds the `included` tensors of `case` in the `target` topology; InputError where a cut doesn't fit.
+
+    `suffix` is that of its shards.
+    """
     keys = payload_keys(case)
     stacks = Stacks(fragment.fqn for fragment in case.fragments)
     kept = set(included)
     tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in kept}
     stored_as = _shared_tensors(tensors)
     held = {
-        tensor_id: target_boxes(
-            placement_of(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout[tensor_id], target, stacks)
-        )
+        tensor_id: _target_arrays(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout, target, stacks, cuts or {})
         for tensor_id, f in tensors.items()
     }
-    on_rank = {(rank, tensor_id): box for tensor_id, boxes in held.items() for rank, box in boxes}
-    evidence = _evidence(case.case_id, tensors, held)
+    on_rank = {(array.rank, tensor_id): array for tensor_id, arrays in held.items() for array in arrays}
+    boxes_of = {t: [(array.rank, box) for array in arrays for box, _ in array.boxes] for t, arrays in held.items()}
+    evidence = _evidence(case.case_id, tensors, boxes_of)
     ranks = [_on_rank(target, rank, suffix) for rank in range(target.size)]
     fragments: list[Fragment] = []
     array_of_fragment: list[tuple[int, str]] = []
     aliases: defaultdict[int, dict[str, str]] = defaultdict(dict)
     sharing: set[tuple[int, str]] = set()
-    for tensor_id, boxes in held.items():
+    for tensor_id, arrays in held.items():
         like, axes = tensors[tensor_id][0], partition_axes(layout[tensor_id], target)
         keeper_id = stored_as.get(tensor_id, tensor_id)
-        for (rank, box), replica in zip(boxes, _replicas(tensor_id, boxes), strict=True):
-            keeper = keeper_id if on_rank.get((rank, keeper_id)) == box else tensor_id
+        replicas = replicas_of(tensor_id, boxes_of[tensor_id])
+        for array in arrays:
+            rank = array.rank
+            keeper = keeper_id if on_rank.get((rank, keeper_id)) == array else tensor_id
             if keeper != tensor_id:
                 aliases[rank][keys[tensor_id]] = keys[keeper]
                 sharing |= {(rank, tensor_id), (rank, keeper)}
-            array_of_fragment.append((rank, keeper))
-            fragments.append(
-                _fragment(like, rank, ranks[rank], box, replica, axes, keys[keeper], evidence[tensor_id, box])
-            )
-    arrays = _arrays(tensors, on_rank, set(array_of_fragment), keys)
-    position = {(array.rank, array.tensor_id): index for index, array in enumerate(arrays)}
+            elif len(array.boxes) > 1:
+                sharing.add((rank, tensor_id))
+            for number, (box, before) in enumerate(array.boxes):
+                array_of_fragment.append((rank, keeper))
+                fragments.append(
+                    _fragment(
+                        like,
+                        f"{tensor_id}|r{rank}" + (f"#{number}" if len(array.boxes) > 1 else ""),
+                        ranks[rank],
+                        box,
+                        before,
+                        array.stored,
+                        next(replicas),
+                        axes,
+                        keys[keeper],
+                        evidence[tensor_id, box],
+                    )
+                )
+    arrays_written = _arrays(tensors, on_rank, set(array_of_fragment), keys)
+    position = {(array.rank, array.tensor_id): index for index, array in enumerate(arrays_written)}
     holder = [rank for rank, _ in array_of_fragment]
     order = sorted(
         range(len(fragments)),
@@ -147,9 +180,21 @@ def outgoing_case(
     written = _case(case, layout, target, tensors, tuple(fragments[i] for i in order))
     files = tuple(rank.file for rank in ranks)
     array_of = tuple(position[array_of_fragment[i]] for i in order)
-    return Outgoing(
-        written, tuple(arrays), array_of, aliases, files, {tensor_id: keys[tensor_id] for tensor_id in held}
-    )
+    keys_of = {tensor_id: keys[tensor_id] for tensor_id in held}
+    return Outgoing(written, tuple(arrays_written), array_of, aliases, files, keys_of)
+
+
+def _target_arrays(tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, cuts: Cuts) -> tuple[Held, ...]:
+    rules = layout[tensor.tensor_id]
+    placement = placement_of(tensor, rules, target, stacks, cuts.get(tensor.tensor_id))
+    try:
+        return target_arrays(placement)
+    except Misfit as misfit:
+        axes = names(f"{axis} of axis {column}" for axis, column in placement.splits if axis in dict(placement.cuts))
+        raise InputError(
+            f"tensor {tensor.tensor_id}",
+            f"can't be cut by {axes}: {misfit}; choose another size of the mesh axis, or change the layout",
+        ) from misfit
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:
@@ -181,7 +226,7 @@ def _on_rank(target: Mesh, rank: int, suffix: str) -> _Rank:
     return _Rank(file, f"source-digest:{file}", coordinates)
 
 
-def _replicas(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Replica]:
+def replicas_of(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Replica]:
     """Of each box which replica it is: of as many as there are ranks that hold it, in their order."""
     count, met = Counter(box for _, box in boxes), Counter[Box]()
     for _, box in boxes:
@@ -194,9 +239,11 @@ def _replicas(tensor_id: str, boxes: Sequence[tuple[int, Box]]) -> Iterator[Repl
 
 def _fragment(
     like: Fragment,
-    rank: int,
+    fragment_id: str,
     on_rank: _Rank,
     box: Box,
+    before: tuple[int, ...],
+    stored: tuple[int, ...],
     replica: Replica,
     axes: tuple[int, ...],
     key: str,
@@ -204,7 +251,7 @@ def _fragment(
 ) -> Fragment:
     offset, extent = box
     return Fragment(
-        fragment_id=f"{like.logical_tensor_id}|r{rank}",
+        fragment_id=fragment_id,
         logical_tensor_id=like.logical_tensor_id,
         fqn=like.fqn,
         component_id=like.component_id,
@@ -212,8 +259,8 @@ def _fragment(
         global_shape=like.global_shape,
         element_offset=offset,
         element_extent=extent,
-        local_shape=extent,
-        padding=_no_padding(len(extent)),
+        local_shape=stored,
+        padding=no_padding(len(extent)) if stored == extent else padding_around(before, extent, stored),
         dtype=like.dtype,
         payload_file=on_rank.file,
         payload_key=key,
@@ -228,19 +275,25 @@ def _fragment(
 
 
 @lru_cache
-def _no_padding(naxes: int) -> Padding:
+def no_padding(naxes: int) -> Padding:
     return Padding((0,) * naxes, (0,) * naxes, "none")
+
+
+def padding_around(before: tuple[int, ...], extent: tuple[int, ...], stored: tuple[int, ...]) -> Padding:
+    """The rest of an array of several boxes, as one of them sees it."""
+    after = tuple(whole - size - first for whole, size, first in zip(stored, extent, before, strict=True))
+    return Padding(before, after, "view")
 
 
 def _arrays(
     tensors: Mapping[str, list[Fragment]],
-    on_rank: Mapping[tuple[int, str], Box],
+    on_rank: Mapping[tuple[int, str], Held],
     kept: Collection[tuple[int, str]],
     keys: Mapping[str, str],
 ) -> list[TargetArray]:
     """In the order of storage: by rank, then item size, largest first, so that every array is aligned, then key."""
     arrays = [
-        TargetArray(rank, keys[tensor_id], tensor_id, tensors[tensor_id][0].dtype, on_rank[rank, tensor_id])
+        TargetArray(rank, keys[tensor_id], tensor_id, tensors[tensor_id][0].dtype, *on_rank[rank, tensor_id][1:])
         for rank, tensor_id in sorted(kept)
     ]
     for array in arrays:

@@ -4,22 +4,24 @@ Opens no file and knows no MPI: `plan` prints what comes out of here, `reshard` 
 """
 
 import fnmatch
+import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from reshard_mpi.checkpoint.checks import distinct_boxes, replica_groups
 from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, by_tensor
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor
 from reshard_mpi.checkpoint.mesh import Mesh, mesh_from_topology
 from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
-from reshard_mpi.layout.rules import target_layout
-from reshard_mpi.layout.target import Outgoing, outgoing_case
+from reshard_mpi.layout.file import LayoutFile, Resolved
+from reshard_mpi.layout.rules import Tensor, target_layout
+from reshard_mpi.layout.target import Outgoing, TargetArray, outgoing_case
 from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan, round_nbytes_of
@@ -37,7 +39,7 @@ class Selection:
     target: Mesh | None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    layout: Layout | None = None
+    layout: LayoutFile | None = None
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     rename: tuple[RenameRule, ...] = ()
@@ -117,10 +119,12 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
-        layout, faults = target_layout(source.case, target, selection.layout)
+        given = _given(source.case, target, selection)
+        layout, faults = target_layout(source.case, target, given.layout)
+        faults = given.faults + faults
         if not faults:
             suffix = "h5" if selection.format == "hdf5" else "safetensors"
-            outgoing = outgoing_case(source.case, layout, target, kept, suffix)
+            outgoing = outgoing_case(source.case, layout, target, kept, given.cuts, suffix)
             if selection.format == "hdf5":
                 check_names(outgoing)
             return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []
@@ -128,6 +132,14 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         faults = [fault]
     located(source.folder, faults)
     return None, faults
+
+
+def _given(case: Case, target: Mesh, selection: Selection) -> Resolved:
+    """What the layout file says, if there is one."""
+    if selection.layout is None:
+        return Resolved({}, {}, [])
+    tensors = {f.logical_tensor_id: Tensor(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}
+    return selection.layout.resolve(tensors.values(), target.split_axes)
 
 
 @no_garbage_collection()
@@ -151,16 +163,15 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
         }
     )
     source_index = {(file, key): index for index, (file, _, key) in enumerate(source_keys)}
-    target_rows: defaultdict[str, list[int]] = defaultdict(list)
+    target_rows: defaultdict[str, list[tuple[int, Place]]] = defaultdict(list)
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:
-            target_rows[array.tensor_id].append(index)
+            target_rows[array.tensor_id] += [(index, place) for place in _target_places(array)]
     planned_ids = tuple(sorted(tensor_id for tensor_id in chosen if target_rows[tensor_id]))
     planned = [
         _planned(
             chosen[tensor_id],
             [source_index[f.payload_file, f.payload_key] for f in chosen[tensor_id]],
-            outgoing,
             target_rows[tensor_id],
         )
         for tensor_id in planned_ids
@@ -226,16 +237,32 @@ def _choose_sources(
     return chosen
 
 
+def _target_places(array: TargetArray) -> Iterator[Place]:
+    """The boxes of an array; one that isn't contiguous in it, in parts that are: what is written must not reach over others.
+
+    A member of a fused axis 1 is a part of every index of axis 0, say.
+    """
+    for (offset, extent), before in array.boxes:
+        partial = [axis for axis, size in enumerate(extent) if size != array.shape[axis]]
+        leading = extent[: partial[-1]] if partial else ()
+        for index in np.ndindex(*leading):
+            first = (*index, *(0,) * (len(extent) - len(index)))
+            yield Place(
+                tuple(map(operator.add, offset, first)),
+                (*(1,) * len(index), *extent[len(index) :]),
+                tuple(map(operator.add, before, first)),
+                array.shape,
+            )
+
+
 def _planned(
-    fragments: list[Fragment], source_arrays: list[int], outgoing: Outgoing, target_arrays: list[int]
+    fragments: list[Fragment], source_arrays: list[int], target_rows: Sequence[tuple[int, Place]]
 ) -> PlannedTensor:
     like = fragments[0]
     places = [Place(f.element_offset, f.element_extent, f.padding.before, f.local_shape) for f in fragments]
-    for index in target_arrays:
-        offset, extent = outgoing.arrays[index].box
-        places.append(Place(offset, extent, (0,) * len(extent), extent))
+    places += [place for _, place in target_rows]
     form = byte_form(like.global_shape, DTYPES[like.dtype].nbits, tuple(places), f"tensor {like.logical_tensor_id}")
-    return PlannedTensor(form, np.array(source_arrays, np.int64), np.array(target_arrays, np.int64))
+    return PlannedTensor(form, np.array(source_arrays, np.int64), np.array([row for row, _ in target_rows], np.int64))
 
 
 def _source_table(

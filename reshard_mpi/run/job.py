@@ -41,6 +41,8 @@ class Job:
     rename: tuple[RenameRule | Path, ...] = ()  # rules, and files of rules
     cast: tuple[CastRule, ...] = ()
     cast_except: tuple[str, ...] = ()
+    layout: str | None = None  # a preset, or a file
+    layout_values: tuple[tuple[str, int], ...] = ()  # numbers that its rules name
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder

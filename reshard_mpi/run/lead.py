@@ -20,6 +20,7 @@ from reshard_mpi.checkpoint.wanted import rename_rules
 from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_first
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
+from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, load_layout
 from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
@@ -48,6 +49,7 @@ class Lead:
     warnings: list[str]
     prepared: Prepared
     partial: PartialFolder
+    layout: LayoutFile | None
 
     def __init__(self, job: "Job", nranks: int):
         self.job, self.nranks, self.round_nbytes = job, nranks, round_nbytes_of(job.memory_nbytes)
@@ -69,10 +71,12 @@ class Lead:
         assert source is not None
         source.raise_first()
         job = self.job
+        self.layout = _layout(job)
         selection = Selection(
             job.target,
             job.include,
             job.exclude,
+            self.layout,
             format=job.format,
             most_file_nbytes=job.most_file_nbytes,
             rename=rename_rules(job.rename),
@@ -136,6 +140,7 @@ class Lead:
             "exclude": list(job.exclude),
             "rename": [str(rule) for rule in rename_rules(job.rename)],
             "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
+            "layout": self.layout.text() if self.layout else None,
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -253,7 +258,7 @@ class Lead:
         if self.job.writes_case:
             text = case_text(written)
             create_file(self.partial.path / CASE_FILE, len(text), text)
-            named += [CASE_FILE]
+            named += [CASE_FILE, *self._write_layout()]
         else:
             named += write_index(self.prepared.outgoing, self.partial.path)
             named += copy_assets(self.job.assets, self.partial.path) if self.job.assets else []
@@ -262,6 +267,14 @@ class Lead:
                 files.sync(name)
         check_paths(self.job.source, self.job.out, self.job.overwrite)
         self.partial.commit()
+
+    def _write_layout(self) -> list[str]:
+        """The layout that was used, if there was one, for those who go on from here; the name of its file."""
+        if self.layout is None:
+            return []
+        text = self.layout.text().encode()
+        create_file(self.partial.path / LAYOUT_FILE, len(text), text)
+        return [LAYOUT_FILE]
 
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
@@ -294,3 +307,8 @@ class Lead:
             warnings=self.warnings,
             seconds=round(seconds, 3),
         )
+
+
+def _layout(job: "Job") -> LayoutFile | None:
+    folders = [job.source, *([job.assets] if job.assets else [])]
+    return load_layout(job.layout, dict(job.layout_values), folders) if job.layout else None

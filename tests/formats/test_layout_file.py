@@ -1,0 +1,233 @@
+"""Layouts in whole jobs: sources without coordinates go to any target and come back, and shards hold what they should."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.formats.models import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, filled, llama, write_hugging_face
+from tests.jobs.outcome import assert_done, assert_refused
+from tests.mpirun import run_mpi
+
+CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN}
+
+
+def assert_equal(one, other):
+    assert set(one) == set(other)
+    for fqn, array in one.items():
+        assert array.shape == other[fqn].shape, fqn
+        assert np.array_equal(array.view(np.uint32), other[fqn].view(np.uint32)), fqn
+
+
+def shards(folder):
+    return [load_file(path) for path in sorted(folder.glob("rank-*.safetensors"))]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("target", ["tp=2,pp=2", "tp=8", "fsdp=3,tp=4"])
+def test_a_hugging_face_folder_goes_to_any_target_and_comes_back(kind, target, tmp_path):
+    tensors = llama(kind)
+    source = write_hugging_face(tmp_path / "hf", tensors, **CONFIG)
+    out, back = tmp_path / "out", tmp_path / "back"
+    options = ("--target", target, "--layout", "llama", "--verify", "full")
+    assert_done(run_mpi(2, "reshard", source, out, *options))
+    assert_done(run_mpi(3, "verify", out))
+    assert_done(run_mpi(2, "reshard", out, back, "--target", "single", "--verify", "full"))
+    assert_equal(load_file(back / "rank-00000.safetensors"), tensors)
+    assert_done(run_mpi(1, "compare", source, out))
+    # The layout that was used lies beside the case, with the numbers that it took from elsewhere.
+    text = (out / "layout.toml").read_text()
+    assert f"head_dim = {HEAD_DIM}" in text and "layers.*.self_attn.q_proj" in text
+    again = tmp_path / "again"
+    options = ("--target", target, "--layout", out / "layout.toml", "--verify", "none", "--memory", "64K")
+    assert_done(run_mpi(2, "reshard", back, again, *options))
+    for one, other in zip(shards(out), shards(again), strict=True):
+        assert_equal(one, other)
+
+
+def test_every_shard_holds_its_part_of_every_member(tmp_path):
+    tensors = llama("fused")
+    source = write_hugging_face(tmp_path / "hf", tensors, **CONFIG)
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", "--target", "tp=8", "--layout", "llama"))
+    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    qkv, gate_up = (tensors[f"model.layers.1.{name}.weight"] for name in ("self_attn.qkv_proj", "mlp.gate_up_proj"))
+    for rank, shard in enumerate(shards(tmp_path / "out")):
+        head = rank // 2 * HEAD_DIM  # two neighbours share a key-value head
+        parts = [
+            qkv[rank * HEAD_DIM : (rank + 1) * HEAD_DIM],
+            qkv[q + head : q + head + HEAD_DIM],
+            qkv[q + kv + head : q + kv + head + HEAD_DIM],
+        ]
+        part = INNER // 8
+        gate, up = (gate_up[first + rank * part : first + (rank + 1) * part] for first in (0, INNER))
+        assert_equal(
+            {
+                "qkv": shard["model.layers.1.self_attn.qkv_proj.weight"],
+                "gate_up": shard["model.layers.1.mlp.gate_up_proj.weight"],
+            },
+            {"qkv": np.concatenate(parts), "gate_up": np.concatenate([gate, up])},
+        )
+    case = json.loads((tmp_path / "out" / "case.json").read_text())
+    held = [f for f in case["fragments"] if f["fqn"] == "model.layers.1.self_attn.qkv_proj.bias"][:3]
+    assert [f["fragment_id"][-3:] for f in held] == ["0#0", "0#1", "0#2"]
+    assert len({(f["payload_file"], f["payload_key"], f["shared_storage_id"]) for f in held}) == 1
+    assert [(f["padding"]["semantic"], f["padding"]["before"], f["local_shape"]) for f in held] == [
+        ("view", [HEAD_DIM * index], [3 * HEAD_DIM]) for index in range(3)
+    ]
+    assert [f["replica"]["member_count"] for f in held] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("memory", ["56K", "256M"])
+def test_members_of_an_inner_axis_do_not_write_over_each_other(memory, tmp_path):
+    """Stacked experts: [expert, gate and up, hidden], of which tp cuts the middle axis and ep the first."""
+    tensors = filled(
+        {"layers.0.mlp.experts.gate_up_proj": (6, 40, 300), "layers.0.mlp.experts.down_proj": (6, 300, 20)}
+    )
+    source = write_hugging_face(tmp_path / "hf", tensors)
+    out = tmp_path / "out"
+    options = ("--target", "ep=2,tp=2", "--layout", "qwen3_moe", "--memory", memory, "--verify", "full")
+    assert_done(run_mpi(3, "reshard", source, out, *options))
+    gate_up = tensors["layers.0.mlp.experts.gate_up_proj"]
+    for rank, shard in enumerate(shards(out)):
+        experts, tp = gate_up[rank // 2 * 3 :][:3], rank % 2
+        wanted = np.concatenate([experts[:, first + 10 * tp : first + 10 * (tp + 1)] for first in (0, 20)], axis=1)
+        assert_equal({"": shard["layers.0.mlp.experts.gate_up_proj"]}, {"": wanted})
+    assert_done(run_mpi(2, "reshard", out, tmp_path / "back", "--target", "single", "--memory", memory))
+    assert_equal(load_file(tmp_path / "back" / "rank-00000.safetensors"), tensors)
+
+
+def test_a_dcp_folder_goes_to_any_target_and_comes_back(tmp_path):
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    tensors = llama()
+    checkpoint.save({k: torch.from_numpy(v) for k, v in tensors.items()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    out, back = tmp_path / "out", tmp_path / "back"
+    options = ("--target", "tp=2,pp=2", "--layout", "llama", "--layout-set", f"head_dim={HEAD_DIM}")
+    assert_done(run_mpi(2, "reshard", tmp_path / "dcp", out, *options))
+    assert_done(run_mpi(2, "reshard", out, back, "--target", "single"))
+    assert_equal(load_file(back / "rank-00000.safetensors"), tensors)
+
+
+REFUSED = [
+    ("no layout", (), 3, ["mesh axis tp", "--layout"]),
+    ("no such preset", ("--layout", "lama"), 2, ["'lama'", "llama"]),
+    ("no such file", ("--layout", "lama.toml"), 5, ["lama.toml"]),
+    ("a number isn't known", ("--layout", "llama"), 3, ["head_dim", "--layout-set head_dim=N", "k_proj"]),
+    (
+        "a cut within a head",
+        ("--layout", "llama", "--layout-set", "head_dim=16"),
+        3,
+        ["o_proj", "axis 1", "unit of 16"],
+    ),
+    ("a model of other names", ("--layout", "gpt-neox", "--layout-set", "head_dim=4"), 3, ["q_proj", "no layout says"]),
+    ("no number", ("--layout", "llama", "--layout-set", "head_dim"), 2, ["head_dim"]),
+]
+
+
+@pytest.mark.parametrize("why, options, code, words", REFUSED, ids=[row[0] for row in REFUSED])
+def test_a_layout_that_does_not_do_is_refused(why, options, code, words, tmp_path):
+    source = write_hugging_face(tmp_path / "hf", llama())
+    for command in (("reshard", source, tmp_path / "out"), ("plan", source)):
+        done = run_mpi(1, *command, "--target", "tp=4", *options)
+        assert_refused(done, code, *words, out=tmp_path / "out")
+
+
+def test_a_plan_says_what_a_layout_makes_of_a_folder(tmp_path):
+    source = write_hugging_face(tmp_path / "hf", llama(), **CONFIG)
+    done = run_mpi(1, "plan", source, "--target", "tp=2", "--layout", "llama", "--json")
+    facts = json.loads(assert_done(done))
+    assert facts["target_topology"] == {"tp": 2}
+
+
+# Shards that come with no manifest
+
+
+def bare(out, folder, names=None):
+    """The shards of a case alone."""
+    folder.mkdir()
+    for rank, path in enumerate(sorted(out.glob("rank-*.safetensors"))):
+        (folder / (names[rank] if names else path.name)).write_bytes(path.read_bytes())
+    return folder
+
+
+AXES = ["tp=2,pp=2", "tp=8", "fsdp=3,tp=4", "dp=2,tp=2"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("axes", AXES)
+def test_shards_without_a_manifest_are_described_and_become_whole(kind, axes, tmp_path):
+    tensors = llama(kind)
+    source = write_hugging_face(tmp_path / "hf", tensors, **CONFIG)
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", "--target", axes, "--layout", "llama"))
+    folder = bare(tmp_path / "out", tmp_path / "bare")
+    numbers = [word for name, value in CONFIG.items() for word in ("--layout-set", f"{name}={value}")]
+    described = ("describe", folder, "--from", axes, "--layout", "llama", *numbers)
+    assert_done(run_mpi(1, *described, "--out", tmp_path / "case.json"))
+    assert not (folder / "case.json").exists()
+    assert assert_done(run_mpi(1, *described)) == (tmp_path / "case.json").read_text()
+    written, found = (json.loads((tmp_path / name).read_text())["fragments"] for name in ("out/case.json", "case.json"))
+    for one, other in zip(written, found, strict=True):
+        ours = {key: one[key] for key in one if key not in ("evidence_refs", "fragment_digest")}
+        assert {key: other[key] for key in ours} == ours
+    (folder / "case.json").write_bytes((tmp_path / "case.json").read_bytes())
+    assert_done(run_mpi(2, "reshard", folder, tmp_path / "back"))
+    assert_equal(load_file(tmp_path / "back" / "rank-00000.safetensors"), tensors)
+
+
+def test_shards_of_other_names_are_described_with_a_word_on_how_to_name_them(tmp_path):
+    source = write_hugging_face(tmp_path / "hf", llama(), **CONFIG)
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", "--target", "pp=2,tp=2", "--layout", "llama"))
+    names = [f"pp{pp}-tp{tp:02d}.safetensors" for pp in range(2) for tp in range(2)]
+    folder = bare(tmp_path / "out", tmp_path / "bare", names)
+    options = ("--layout", tmp_path / "out" / "layout.toml", "--file-pattern", "pp{pp}-tp{tp:02d}.safetensors")
+    done = run_mpi(1, "describe", folder, "--from", "pp=2,tp=2", *options)
+    assert '"case_id": "bare"' in assert_done(done)
+    assert "link pp0-tp00.safetensors" in done.stderr
+
+
+LOST = [
+    ("a layout says nothing", {}, ("--from", "tp=2"), 3, ["mesh axis tp", "--layout"]),
+    ("too few ranks", {}, ("--from", "tp=1", "--layout", "llama"), 3, ["rank-00001.safetensors", "--from"]),
+    ("too many ranks", {}, ("--from", "tp=3", "--layout", "llama"), 5, ["rank-00002.safetensors"]),
+    (
+        "replicas of two shapes",
+        {"model.norm.weight": (9,)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["norm", "rank 1"],
+    ),
+    (
+        "another number of axes",
+        {"model.norm.weight": (4, 4)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["norm", "axes"],
+    ),
+    (
+        "a tensor of one rank",
+        {"lm_head.weight": (4, 4)},
+        ("--from", "tp=2", "--layout", "llama"),
+        3,
+        ["lm_head", "'tp': 0"],
+    ),
+    ("two ranks, one file", {}, ("--from", "tp=2", "--file-pattern", "rank-00000.safetensors"), 2, ["--file-pattern"]),
+    ("an unknown field", {}, ("--from", "tp=2", "--file-pattern", "{pp}"), 2, ["{pp}", "tp"]),
+    ("a path", {}, ("--from", "tp=2", "--file-pattern", "../{rank}"), 2, ["--file-pattern"]),
+]
+
+
+@pytest.mark.parametrize("why, changed, options, code, words", LOST, ids=[row[0] for row in LOST])
+def test_shards_that_do_not_fit_together_are_refused(why, changed, options, code, words, tmp_path):
+    shapes = {"model.norm.weight": (8,)}
+    for rank, here in enumerate((shapes, shapes | changed)):
+        write_hugging_face(tmp_path / f"{rank}", filled(here))
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for rank in (0, 1):
+        content = (tmp_path / f"{rank}" / "model.safetensors").read_bytes()
+        (folder / f"rank-{rank:05d}.safetensors").write_bytes(content)
+    assert_refused(run_mpi(1, "describe", folder, *options), code, *words)
+    inside = folder / "case.json"
+    done = run_mpi(1, "describe", folder, "--from", "tp=2", "--layout", "llama", "--out", inside)
+    assert_refused(done, 2, "SOURCE", out=inside)
