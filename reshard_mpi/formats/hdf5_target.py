@@ -128,8 +128,9 @@ def build_hdf5(
             dataset = _dataset(file, key, types[carrier_of(dtype)], stored, created)
             _describe(dataset, dtype, shape)
             datasets.append(dataset)
+        root = h5py.h5g.open(file.id, b"/")  # kept: its links are nothing without it
         for alias, key in aliases:
-            h5py.h5g.open(file.id, b"/").links.create_soft(alias.encode(), b"/" + key.encode(), _links())
+            root.links.create_soft(alias.encode(), b"/" + key.encode(), _links())
         file.flush()
         head.most_nbytes = -(-head.nbytes // ALIGNMENT) * ALIGNMENT
         spans = []

@@ -10,37 +10,43 @@ read in row-major order. h5py reads the file through our own spans, so that erro
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard_mpi.errors import InputError, ReshardError
+from reshard_mpi.errors import InputError, ReshardError, StorageError, storage_error
 from reshard_mpi.storage.shown import ReadSpan
 
 if TYPE_CHECKING:
     import h5py
 
+T = TypeVar("T")
+
 MOST_ROWS_NBYTES = 1 << 16  # of a band where there are no chunks
 
 
-@contextmanager
-def hdf5_errors(where: str) -> Iterator[None]:
-    """What h5py raises, which is any of a dozen types, as one InputError at `where`."""
+def guarded(do: Callable[[], T], where: str, spans: "SpanFile | None" = None) -> T:
+    """`do()`; what h5py raises, which is any of a dozen types, as one InputError at `where`.
+
+    What kept `spans` from being read goes first. The error keeps no frame of h5py alive, not even as its context: property lists
+    of HDF5 that outlive Python's end crash it there. So this is no context manager, which would raise while handling another.
+    """
     try:
-        yield
-    except ReshardError:
-        raise
+        return do()
     except MemoryError:
         raise
+    except ReshardError as error:
+        fault = error
     except Exception as error:
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise InputError(
-            where, f"HDF5 can't read it: {reason}; the file is damaged or no HDF5 file: copy it anew"
-        ) from error
+        fault = InputError(where, f"HDF5 can't read it: {reason}; the file is damaged or no HDF5 file: copy it anew")
+    fault = (spans.error if spans else None) or fault
+    fault.__context__ = fault.__cause__ = None
+    raise fault.with_traceback(None)
 
 
 class SpanFile(io.RawIOBase):
@@ -72,16 +78,6 @@ class SpanFile(io.RawIOBase):
             raise
         self._position += len(into)
         return len(into)
-
-
-@contextmanager
-def span_errors(file: SpanFile, where: str) -> Iterator[None]:
-    """An error of the file itself goes before what HDF5 makes of it."""
-    try:
-        with hdf5_errors(where):
-            yield
-    except ReshardError as error:
-        raise file.error or error from error
 
 
 def memory_type(file_type: "h5py.h5t.TypeID") -> "h5py.h5t.TypeID":
@@ -151,21 +147,23 @@ class OpenChunked:
     """A chunked array that is being read: whole bands go where they are wanted, of others one is held."""
 
     def __init__(self, array: ChunkedArray, read: ReadSpan):
-        import h5py
-
         self._array, self._spans = array, SpanFile(read, array.file_nbytes)
         self._held: tuple[int, np.ndarray] | None = None  # first row, bytes
-        with span_errors(self._spans, array.where):
-            self._file = h5py.File(self._spans, "r")
-            access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-            access.set_chunk_cache(1, array.chunk_nbytes, 1.0)
-            self._dataset = h5py.h5d.open(self._file.id, array.key.encode(), access)
-            self._type = memory_type(self._dataset.get_type())
+        guarded(self._open, array.where, self._spans)
+
+    def _open(self) -> None:
+        import h5py
+
+        self._file = h5py.File(self._spans, "r")
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        access.set_chunk_cache(1, self._array.chunk_nbytes, 1.0)
+        self._dataset = h5py.h5d.open(self._file.id, self._array.key.encode(), access)
+        self._type = memory_type(self._dataset.get_type())
 
     def close(self) -> None:
+        """Let go of what is held."""
         self._held = None
-        with span_errors(self._spans, self._array.where):
-            self._file.close()
+        guarded(self._file.close, self._array.where, self._spans)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill `into` with the bytes of the array, in row-major order, from `offset` on."""
@@ -204,7 +202,8 @@ class OpenChunked:
         import h5py
 
         array = self._array
-        with span_errors(self._spans, array.where):
+
+        def read() -> None:
             space = self._dataset.get_space()
             if array.shape:
                 leading = np.unravel_index(prefix, array.shape[: array.axis]) if array.axis else ()
@@ -213,16 +212,21 @@ class OpenChunked:
                 space.select_hyperslab(start, count)
             self._dataset.read(h5py.h5s.create_simple((len(into) // array.itemsize,)), space, into, self._type)
 
+        guarded(read, array.where, self._spans)
 
-def read_descriptor(fd: int) -> ReadSpan:
-    """Reads spans of an open file."""
+
+def read_descriptor(fd: int, where: str) -> ReadSpan:
+    """Reads spans of an open file; StorageError at `where`."""
 
     def read(offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
-            count = os.preadv(fd, [into[done:]], offset + done)
+            try:
+                count = os.preadv(fd, [into[done:]], offset + done)
+            except OSError as error:
+                raise storage_error(Path(where), error, "read") from error
             if not count:
-                raise InputError("file", f"ends at byte {offset + done}")
+                raise StorageError(where, f"ends at byte {offset + done}; it changed while it was read")
             done += count
 
     return read

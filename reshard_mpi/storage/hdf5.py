@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
 from reshard_mpi.errors import InputError, names
-from reshard_mpi.storage.chunked import ChunkedArray, SpanFile, memory_type, nchunks, read_descriptor, span_errors
+from reshard_mpi.storage.chunked import ChunkedArray, SpanFile, guarded, memory_type, nchunks, read_descriptor
 from reshard_mpi.storage.safetensors import StoredArray
 
 if TYPE_CHECKING:
@@ -52,19 +52,21 @@ def carrier_of(dtype: str) -> str:
 
 def read_hdf5(fd: int, where: str) -> dict[str, StoredArray]:
     """Key -> array of the HDF5 file `fd`; InputError at `where` for what can't be an array of ours."""
+    nbytes = os.fstat(fd).st_size
+    spans = SpanFile(read_descriptor(fd, where), nbytes)
+    found = guarded(lambda: _read(spans, nbytes, where), where, spans)
+    _check_disjoint(found, where)
+    return found
+
+
+def _read(spans: SpanFile, nbytes: int, where: str) -> dict[str, StoredArray]:
     import h5py
 
-    nbytes = os.fstat(fd).st_size
-    spans = SpanFile(read_descriptor(fd), nbytes)
-    with span_errors(spans, where), h5py.File(spans, "r") as file:
+    with h5py.File(spans, "r") as file:
         arrays = _Arrays(nbytes, where)
         datasets, links = _walk(file, where)
         found = {key: arrays.of(key, file, address) for key, address in datasets.items()}
-        for key, target in links.items():
-            if target in found:
-                found[key] = found[target]
-    _check_disjoint(found, where)
-    return found
+        return found | {key: found[target] for key, target in links.items() if target in found}
 
 
 def _walk(file: "h5py.File", where: str) -> tuple[dict[str, int], dict[str, str]]:
@@ -112,8 +114,7 @@ class _Arrays:
 
     def of(self, key: str, file: "h5py.File", address: int) -> StoredArray:
         if address not in self._known:
-            with span_errors(SpanFile(lambda *_: None, 0), f"{self._where}: array {key!r}"):
-                self._known[address] = self._array(key, file)
+            self._known[address] = guarded(lambda: self._array(key, file), f"{self._where}: array {key!r}")
         return self._known[address]
 
     def _array(self, key: str, file: "h5py.File") -> StoredArray:
