@@ -17,7 +17,7 @@ from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.errors import ReshardError, raise_first
 from reshard_mpi.formats.hugging_face_target import copy_assets, write_index
-from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, load_layout
+from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, outgoing_of, prepare
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
@@ -59,7 +59,8 @@ class Lead:
         assert source is not None
         source.raise_first()
         job = self.job
-        self.layout = _layout(job)
+        assets = [job.assets] if job.assets else []
+        self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
         selection = Selection(
             job.target, job.include, job.exclude, self.layout, format=job.format, most_file_nbytes=job.most_file_nbytes
         )
@@ -254,8 +255,3 @@ class Lead:
             warnings=self.source.warnings,
             seconds=round(seconds, 3),
         )
-
-
-def _layout(job: "Job") -> LayoutFile | None:
-    folders = [job.source, *([job.assets] if job.assets else [])]
-    return load_layout(job.layout, dict(job.layout_values), folders) if job.layout else None
