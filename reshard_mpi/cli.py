@@ -209,7 +209,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         metavar="NAME|FILE",
-        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, or a TOML file",
+        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, a TOML file, or none "
+        "(default: layout.toml beside the case.json of SOURCE)",
     )
     parser.add_argument(
         "--layout-set",

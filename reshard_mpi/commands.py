@@ -172,13 +172,13 @@ def _plan(options: argparse.Namespace) -> int:
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
     from reshard_mpi.checkpoint.wanted import rename_rules
-    from reshard_mpi.layout.file import load_layout
+    from reshard_mpi.layout.file import layout_for
     from reshard_mpi.plan.prepare import Selection
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
     source = load_alone(options.source)
-    layout = load_layout(options.layout, dict(options.layout_set), [options.source]) if options.layout else None
+    layout = layout_for(options.source, options.layout, dict(options.layout_set))
     selection = Selection(
         options.target,
         tuple(options.include),

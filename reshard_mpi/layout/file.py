@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from reshard_mpi.checkpoint.manifest import Layout, Rule
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Layout, Rule
 from reshard_mpi.checkpoint.mesh import canonical
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
@@ -42,6 +42,7 @@ from reshard_mpi.layout.words import HOOKS, is_packed, is_word, known_words, ten
 LAYOUT_FILE = "layout.toml"  # beside the case that was written by it
 PRESETS = Path(__file__).parent.parent / "layouts"
 CONFIG_FILE = "config.json"
+NO_LAYOUT = "none"
 LARGEST_FILE = 1 << 24
 OPTIMIZER_STATES = frozenset("exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer master_param".split())
 _FACTOR = re.compile(r"[A-Za-z_]\w*|\d{1,18}", re.ASCII)
@@ -238,6 +239,19 @@ def load_layout(name: str, values: Mapping[str, int], folders: Iterable[Path] = 
     for folder in folders:
         known = {**_config_values(folder / CONFIG_FILE), **known}
     return replace(layout, values={**known, **layout.values, **values})
+
+
+def layout_for(
+    source: Path, name: str | None, values: Mapping[str, int], folders: Iterable[Path] = ()
+) -> LayoutFile | None:
+    """The layout that was asked for; else the one that `source` was written by, so that what it fused stays fused right."""
+    if name == NO_LAYOUT:
+        return None
+    if name is None:
+        if not ((source / CASE_FILE).is_file() and (source / LAYOUT_FILE).is_file()):
+            return None
+        name = str(source / LAYOUT_FILE)
+    return load_layout(name, values, [source, *folders])
 
 
 def _read(path: Path) -> bytes:

@@ -20,7 +20,7 @@ from reshard_mpi.checkpoint.wanted import rename_rules
 from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_first
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
-from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, load_layout
+from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
 from reshard_mpi.plan.changes import Changes
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
@@ -71,7 +71,8 @@ class Lead:
         assert source is not None
         source.raise_first()
         job = self.job
-        self.layout = _layout(job)
+        assets = [job.assets] if job.assets else []
+        self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
         selection = Selection(
             job.target,
             job.include,
@@ -307,8 +308,3 @@ class Lead:
             warnings=self.warnings,
             seconds=round(seconds, 3),
         )
-
-
-def _layout(job: "Job") -> LayoutFile | None:
-    folders = [job.source, *([job.assets] if job.assets else [])]
-    return load_layout(job.layout, dict(job.layout_values), folders) if job.layout else None

@@ -140,6 +140,20 @@ def test_a_plan_says_what_a_layout_makes_of_a_folder(tmp_path):
     assert facts["target_topology"] == {"tp": 2}
 
 
+def test_what_was_fused_stays_fused_right_from_target_to_target(tmp_path):
+    """The layout beside the case is used without being asked for."""
+    source = write_hugging_face(tmp_path / "hf", llama("fused"), **CONFIG)
+    out, direct, on = tmp_path / "out", tmp_path / "direct", tmp_path / "on"
+    assert_done(run_mpi(2, "reshard", source, out, "--target", "tp=2", "--layout", "llama"))
+    assert_done(run_mpi(2, "reshard", source, direct, "--target", "tp=4,pp=3", "--layout", "llama"))
+    assert_done(run_mpi(2, "reshard", out, on, "--target", "tp=4,pp=3"))
+    for one, other in zip(shards(direct), shards(on), strict=True):
+        assert_equal(one, other)
+    assert (on / "layout.toml").read_bytes() == (direct / "layout.toml").read_bytes()
+    assert_done(run_mpi(2, "reshard", out, tmp_path / "plain", "--target", "tp=4", "--layout", "none"))
+    assert not (tmp_path / "plain" / "layout.toml").exists()
+
+
 # Shards that come with no manifest
 
 
