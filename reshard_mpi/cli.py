@@ -14,6 +14,7 @@ from reshard_mpi.errors import UsageError, one_line
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
 DEFAULT_MEMORY = "256M"
+PICTURES = (".svg", ".png")
 SOURCE_HELP = "the folder of a checkpoint: a case, PyTorch DCP, or Hugging Face"
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -63,6 +64,17 @@ def decimal_size(text: str) -> int:
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
 
 
+def picture_file(text: str) -> Path:
+    """The file of `--plot`: its suffix says what it is to be.
+
+    >>> picture_file("tiles.svg").name
+    'tiles.svg'
+    """
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; give a name that ends in {' or '.join(PICTURES)}")
+    return Path(text)
+
+
 def _target(text: str) -> Mesh:
     return parse_target(text)
 
@@ -95,6 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("source", type=Path, metavar="SOURCE")
     inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.add_argument(
+        "--plot", type=picture_file, metavar="FILE", help="draw the tiles of TENSOR (svg or png; needs matplotlib)"
+    )
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
     verify.add_argument("--json", action="store_true", help="print JSON")
@@ -187,6 +202,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="MPI ranks to plan for (default: those of this run, or as many as source shards)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="draw tensors before and after, and the traffic (svg or png; needs matplotlib)",
+    )
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:
