@@ -50,7 +50,7 @@ help:
 
 .venv/.stamp-$(MPI)-test: .venv/.stamp-$(MPI)
 	@echo 'adding what the tests need to .venv (torch among it: a minute) ...'
-	@.venv/bin/python $(PIP_INSTALL) -e '.[$(MPI),test,torch]'
+	@.venv/bin/python $(PIP_INSTALL) -e '.[$(MPI),test,torch,plot]'
 	@touch $@
 
 # The tests run with both MPIs. A user can do without the second; CI can't.

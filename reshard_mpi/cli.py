@@ -15,6 +15,7 @@ from reshard_mpi.errors import UsageError, one_line
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
 DEFAULT_MEMORY = "256M"
+PICTURES = (".svg", ".png")
 SOURCE_HELP = "the folder of a checkpoint: a case, PyTorch DCP, or Hugging Face"
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -71,6 +72,17 @@ def _named_number(text: str) -> tuple[str, int]:
     return match[1], int(match[2])
 
 
+def picture_file(text: str) -> Path:
+    """The file of `--plot`: its suffix says what it is to be.
+
+    >>> picture_file("tiles.svg").name
+    'tiles.svg'
+    """
+    if Path(text).suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; give a name that ends in {' or '.join(PICTURES)}")
+    return Path(text)
+
+
 def _target(text: str) -> Mesh:
     return parse_target(text)
 
@@ -103,6 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("source", type=Path, metavar="SOURCE")
     inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
     inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.add_argument(
+        "--plot", type=picture_file, metavar="FILE", help="draw the tiles of TENSOR (svg or png; needs matplotlib)"
+    )
     _add_describe(commands.add_parser("describe", help="write case.json for shards that come with none"))
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
@@ -265,6 +280,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         help="MPI ranks to plan for (default: those of this run, or as many as source shards)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="draw tensors before and after, and the traffic (svg or png; needs matplotlib)",
+    )
 
 
 def _add_sample(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
 from reshard_mpi.errors import ReshardError, UsageError, first_to_tell, plural
-from reshard_mpi.report import check_report, warn, write_report
+from reshard_mpi.report import check_file, warn, write_report
 from reshard_mpi.show.outcomes import comparison_text, demo_text, fault_facts, summary_text, verdict_facts, verdict_text
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 def _check_report(options: argparse.Namespace) -> None:
     from reshard_mpi.run.commit import partial_of
 
-    check_report(options.report, options.source, options.out, partial_of(options.out))
+    check_file(options.report, "--report", options.source, options.out, partial_of(options.out))
 
 
 def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
@@ -158,6 +158,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
     if options.source is not None or options.source_mesh is None or options.target is None:
         raise UsageError("--simulate", "takes --from AXES and --target AXES, and no SOURCE")
+    if options.plot:
+        raise UsageError("--simulate", "makes no picture; give --plot with a SOURCE")
     nranks = options.ranks or options.source_mesh.size
     writers = "owner" if options.writers == "owner" else "shared"
     resources = Resources(nranks, round_nbytes_of(options.memory), writers, options.verify != "none")
@@ -177,6 +179,8 @@ def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
+    if options.plot:
+        _check_plot(options)
     source = load_alone(options.source)
     layout = layout_for(options.source, options.layout, dict(options.layout_set))
     selection = Selection(
@@ -202,8 +206,21 @@ def _plan(options: argparse.Namespace) -> int:
         return _refused(faults, options.json)
     facts = plan_facts(source, *planned)
     warn(facts["warnings"])
+    if options.plot:
+        from reshard_mpi.show.page import save
+        from reshard_mpi.show.pictures import plan_picture
+
+        save(plan_picture(source, planned[0]), options.plot)
     _say_json(facts) if options.json else _say(plan_text(facts))
     return 0
+
+
+def _check_plot(options: argparse.Namespace) -> None:
+    """Before anything is read: can there be a picture?"""
+    from reshard_mpi.show.page import need_matplotlib
+
+    need_matplotlib()
+    check_file(options.plot, "--plot", options.source)
 
 
 def _refused(faults: list[ReshardError], as_json: bool) -> int:
@@ -221,9 +238,20 @@ def _refused(faults: list[ReshardError], as_json: bool) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
 
+    if options.plot:
+        _check_plot(options)
+        if not options.tensor:
+            raise UsageError(
+                "inspect --plot", "draws the tiles of one tensor; say which: inspect SOURCE TENSOR --plot FILE"
+            )
     source = _sound_source(options.source)
     warn(source.warnings)
     facts = tensor_tiles(source, options.tensor) if options.tensor else case_facts(source)
+    if options.plot:
+        from reshard_mpi.show.page import save
+        from reshard_mpi.show.pictures import tensor_picture
+
+        save(tensor_picture(facts), options.plot)
     if options.json:
         _say_json(facts)
     else:

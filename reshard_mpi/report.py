@@ -133,14 +133,14 @@ def changes_text(changes: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
     return f"changed: {', '.join(counts)}" if counts else ""
 
 
-def check_report(path: Path, *folders: Path) -> None:
-    """Before anything is done: an error when a report can't be written to `path`, or lies in one of the job's folders."""
+def check_file(path: Path, option: str, *folders: Path) -> None:
+    """Before anything is done: an error when a file can't be written to `path`, or lies in one of the command's folders."""
     real = Path(os.path.realpath(path))
     for folder in map(Path, map(os.path.realpath, folders)):
         if folder == real or folder in real.parents:
-            raise UsageError(str(path), f"is in {folder}, a folder of the job itself; give --report a file elsewhere")
+            raise UsageError(str(path), f"is in {folder}, a folder of the job itself; give {option} a file elsewhere")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise StorageError(str(path), "can't be written to; give --report a file in a folder that is there")
+        raise StorageError(str(path), f"can't be written to; give {option} a file in a folder that is there")
 
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:

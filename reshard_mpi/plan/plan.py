@@ -142,11 +142,22 @@ class Plan:
 def traffic(plan: Plan) -> Ints:
     """Bytes that rank i brings to rank j, shape (nranks, nranks); the diagonal never enters MPI."""
     own = np.flatnonzero(plan.target.is_own)
-    boxes = plan.target.stored.boxes.take(own)
-    i, j = join(plan.source.stored.boxes, boxes, plan.source.tensor, plan.target.tensor[own])
+    return _nbytes_between(plan, own, plan.source.rank, plan.target.rank, (plan.nranks, plan.nranks))
+
+
+def shard_traffic(plan: Plan, nshards: tuple[int, int]) -> Ints:
+    """Bytes of source shard i in target shard j, shape `nshards`, whichever ranks move them."""
+    source, target = (side.arrays.file[side.array] for side in (plan.source, plan.target))
+    return _nbytes_between(plan, np.arange(len(target)), source, target, nshards)
+
+
+def _nbytes_between(plan: Plan, rows: Ints, giver: Ints, taker: Ints, shape: tuple[int, int]) -> Ints:
+    """Bytes that source and target rows have in common, of these target rows, summed by who gives and who takes them."""
+    boxes = plan.target.stored.boxes.take(rows)
+    i, j = join(plan.source.stored.boxes, boxes, plan.source.tensor, plan.target.tensor[rows])
     nbytes = meet(plan.source.stored.boxes.take(i), boxes.take(j)).volume
-    found = np.zeros((plan.nranks, plan.nranks), np.int64)
-    np.add.at(found, (plan.source.rank[i], plan.target.rank[own][j]), nbytes)
+    found = np.zeros(shape, np.int64)
+    np.add.at(found, (giver[i], taker[rows][j]), nbytes)
     return found
 
 

@@ -64,7 +64,7 @@ def tensor_lines(tensors: Sequence[Mapping[str, Any]], mesh_axes: Mapping[str, i
     ]
     width = min(max((len(name) for name, _, _ in rows), default=0), WIDEST_NAME)
     lines = [
-        f"  {name:<{width}}  {members[0]['dtype']:<13} {_shape_text(members[0]['shape']):<14} "
+        f"  {name:<{width}}  {members[0]['dtype']:<13} {shape_text(members[0]['shape']):<14} "
         f"{size_text(sum(member['nbytes'] for member in members)):>10}  "
         f"{plural(sum(member['nfragments'] for member in members), 'fragment'):>14}  {layout}".rstrip()
         for name, members, layout in rows[:MOST_LINES]
@@ -89,5 +89,5 @@ def _name_of(members: Sequence[Mapping[str, Any]]) -> str:
     return _NUMBER.sub(text, first)
 
 
-def _shape_text(shape: Sequence[int]) -> str:
+def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
