@@ -175,7 +175,7 @@ def _plan(options: argparse.Namespace) -> int:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
     from reshard_mpi.checkpoint.wanted import rename_rules
     from reshard_mpi.layout.file import layout_for
-    from reshard_mpi.plan.prepare import Selection
+    from reshard_mpi.plan.prepare import Selection, changed_source
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import load_alone
 
@@ -210,7 +210,7 @@ def _plan(options: argparse.Namespace) -> int:
         from reshard_mpi.show.page import save
         from reshard_mpi.show.pictures import plan_picture
 
-        save(plan_picture(source, planned[0]), options.plot)
+        save(plan_picture(changed_source(source, selection)[0], planned[0]), options.plot)
     _say_json(facts) if options.json else _say(plan_text(facts))
     return 0
 
