@@ -188,7 +188,7 @@ def _place_messages(coordinates: Coordinates, payload_file: str, mesh: Mesh) -> 
         found.append(f"rank {rank} of {mesh.size}; expected ranks from 0")
     elif not shard or shard[1] != f"{rank:05d}":
         found.append(
-            f"payload_file {payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors"
+            f"payload_file {payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors or .h5"
         )
     return tuple(found)
 

@@ -8,6 +8,7 @@ rank-00000.h5   |--metadata--|--array--|--array--|-- ...
 
 import io
 import math
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
@@ -42,7 +43,7 @@ def check_names(outgoing: Outgoing) -> None:
     for tensor_id, key in outgoing.keys.items():
         parts = key.split("/")
         where = f"{CASE_FILE}: tensor {tensor_id}"
-        if any(part in ("", ".") or "\0" in part for part in parts):
+        if any(part in ("", ".") or re.search("[\0\ud800-\udfff]", part) for part in parts):
             raise InputError(where, f"would be stored as {key!r}, which is no path of an HDF5 dataset; rename it")
         group = next((group for n in range(1, len(parts)) if (group := "/".join(parts[:n])) in keys), None)
         if group is not None:

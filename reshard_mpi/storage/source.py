@@ -55,7 +55,8 @@ class Source:
         numbers = {name.split(".")[0] for name in named}
         ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
         unnamed = {f"rank-{rank:05d}" for rank in ranks} - numbers
-        suffix = "h5" if named and all(name.endswith(".h5") for name in named) else "safetensors"
+        is_hdf5 = all(name.endswith(".h5") for name in named) and (named or (self.folder / "rank-00000.h5").exists())
+        suffix = "h5" if is_hdf5 else "safetensors"
         return sorted(named | {f"{name}.{suffix}" for name in unnamed})
 
     @property
