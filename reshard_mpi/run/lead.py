@@ -26,7 +26,7 @@ from reshard_mpi.run.move import Names
 from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
-from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
+from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
 from reshard_mpi.storage.strided import StridedArray
 
 if TYPE_CHECKING:
@@ -61,6 +61,9 @@ class Lead:
         job = self.job
         assets = [job.assets] if job.assets else []
         self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
+        if self.layout and self.layout.operations:
+            source = described_anew(source, self.layout.applied(source.case))
+            source.raise_first()
         selection = Selection(
             job.target, job.include, job.exclude, self.layout, format=job.format, most_file_nbytes=job.most_file_nbytes
         )
@@ -118,7 +121,7 @@ class Lead:
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
-            "layout": self.layout.text() if self.layout else None,
+            "layout": [self.layout.text(), repr(self.layout.operations)] if self.layout else None,
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -220,7 +223,7 @@ class Lead:
 
     def _write_layout(self) -> list[str]:
         """The layout that was used, if there was one, for those who go on from here; the name of its file."""
-        if self.layout is None:
+        if self.layout is None or not self.layout.axes:
             return []
         text = self.layout.text().encode()
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)

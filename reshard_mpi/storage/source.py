@@ -128,6 +128,14 @@ def _described_source(folder: Path) -> Source:
     return Source(folder, parsed, findings, True, described.headers, list(described.warnings))
 
 
+def described_anew(source: Source, case: Case) -> Source:
+    """The source with another description of the same stored arrays, which is checked as the first one was."""
+    parsed = ParsedCase(case, source.parsed.text_digest, source.parsed.fragments_digest, source.parsed.warnings)
+    findings = check_described(case) if source.is_described else check_case(parsed)
+    located(source.folder, findings.faults)
+    return Source(source.folder, parsed, findings, source.is_described, source.headers, source.warnings)
+
+
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:
     """Say of faults in a manifest in which folder it lies."""
     for fault in faults:
