@@ -176,7 +176,7 @@ def _plan(options: argparse.Namespace) -> int:
     source = load_alone(options.source)
     layout = layout_for(options.source, options.layout, dict(options.layout_set))
     if layout and layout.operations and source.findings.is_sound and not source.findings.faults:
-        source = described_anew(source, layout.applied(source.case))
+        source = described_anew(source, *layout.applied(source.case, source.headers))
     prepared, faults = refusals_of(
         source,
         Selection(options.target, tuple(options.include), tuple(options.exclude), layout),

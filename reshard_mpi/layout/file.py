@@ -38,7 +38,7 @@ from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Layout, Rule
 from reshard_mpi.checkpoint.mesh import canonical
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
-from reshard_mpi.layout.operations import Operation, parse_operation
+from reshard_mpi.layout.operations import Headers, Operation, parse_operation
 from reshard_mpi.layout.rules import Tensor
 from reshard_mpi.layout.words import HOOKS, is_packed, is_word, known_words, tensor_axis
 
@@ -163,11 +163,11 @@ class LayoutFile:
             found *= int(factor) if factor.isdecimal() else self.values[factor]
         return found
 
-    def applied(self, case: Case) -> Case:
-        """The case after all operations."""
+    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers]:
+        """Case and headers after all operations."""
         for operation in self.operations:
-            case = operation.apply(case, self.number)
-        return case
+            case, headers = operation.apply(case, headers, self.number)
+        return case, headers
 
     def text(self) -> str:
         """The layout as a file, with the numbers that its rules name; without operations, which a target has behind it."""

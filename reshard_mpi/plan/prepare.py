@@ -19,7 +19,7 @@ from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.rules import Tensor, target_layout
-from reshard_mpi.layout.target import Outgoing, TargetArray, outgoing_case
+from reshard_mpi.layout.target import Outgoing, TargetArray, misfits, outgoing_case
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.shares import choose_members
@@ -94,6 +94,7 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         given = _given(source.case, target, selection)
         layout, faults = target_layout(source.case, target, given.layout)
         faults = given.faults + faults
+        faults += [] if faults else misfits(source.case, layout, target, kept, given.cuts)
         if not faults:
             outgoing = outgoing_case(source.case, layout, target, kept, given.cuts)
             return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []

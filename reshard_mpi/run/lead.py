@@ -62,7 +62,7 @@ class Lead:
         assets = [job.assets] if job.assets else []
         self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
         if self.layout and self.layout.operations:
-            source = described_anew(source, self.layout.applied(source.case))
+            source = described_anew(source, *self.layout.applied(source.case, source.headers))
             source.raise_first()
         selection = Selection(
             job.target, job.include, job.exclude, self.layout, format=job.format, most_file_nbytes=job.most_file_nbytes
