@@ -177,12 +177,14 @@ def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.layout.file import layout_for
     from reshard_mpi.plan.prepare import Selection, changed_source
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
-    from reshard_mpi.storage.source import load_alone
+    from reshard_mpi.storage.source import described_anew, load_alone
 
     if options.plot:
         _check_plot(options)
     source = load_alone(options.source)
     layout = layout_for(options.source, options.layout, dict(options.layout_set))
+    if layout and layout.operations and source.findings.is_sound and not source.findings.faults:
+        source = described_anew(source, *layout.applied(source.case, source.headers))
     selection = Selection(
         options.target,
         tuple(options.include),

@@ -277,11 +277,11 @@ def _whole_size(position: int, sizes: Sizes, statement: Statement, layout: Layou
     """The elements of an axis that is fused, or of which ranks may share units; `position`: of its mesh axis among those."""
     members, total = members_of(statement), sum(sizes.values())
     if not isinstance(members, int):
-        return sum(layout.number(statement, member) for member in members)
+        return sum(layout.number(statement.where, member) for member in members)
     repeats = repeats_of(statement, members)
-    unit = layout.number(statement, statement.says.unit)
+    unit = layout.number(statement.where, statement.says.unit)
     of_first = sum(size for part, size in sizes.items() if part[position] == 0)
     if not any(repeats) or of_first != members * unit:
         return total
     # A unit a rank: it may be the only one to hold it, or share it with neighbours.
-    return members * layout.number(statement, KV_HEADS) * unit
+    return members * layout.number(statement.where, KV_HEADS) * unit

@@ -18,6 +18,8 @@ with or without the `model.` before its keys, and `*` alone is every tensor. Of 
 `unit`: elements that must not be cut apart; a number, a name of [model], or a product of them, "3 * head_dim". `repeat`: where
 there are fewer units than ranks, neighbouring ranks hold the same one. `members`: of a fused tensor, how many equal parts it has
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
+
+[[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`.
 """
 
 import json
@@ -32,10 +34,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from reshard_mpi.checkpoint.manifest import CASE_FILE, Layout, Rule
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Layout, Rule
 from reshard_mpi.checkpoint.mesh import canonical
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
+from reshard_mpi.layout.operations import Headers, Operation, parse_operation
 from reshard_mpi.layout.rules import Tensor
 from reshard_mpi.layout.words import HOOKS, is_packed, is_word, known_words, tensor_axis
 
@@ -91,6 +94,7 @@ class LayoutFile:
     where: str
     axes: Mapping[str, tuple[Statement, ...]]
     values: Mapping[str, int]
+    operations: tuple[Operation, ...] = ()
 
     def with_values(self, values: Mapping[str, int]) -> "LayoutFile":
         """The same with further numbers, which go before those that were known."""
@@ -141,26 +145,32 @@ class LayoutFile:
                 raise InputError(statement.where, f"{size} elements are no {members} equal members")
             sizes = [size // members] * members
         else:
-            sizes = [self.number(statement, member) for member in members]
-        unit = self.number(statement, says.unit)
+            sizes = [self.number(statement.where, member) for member in members]
+        unit = self.number(statement.where, says.unit)
         repeats = repeats_of(statement, len(sizes))
         return Cut(tuple(Member(size, unit, repeat) for size, repeat in zip(sizes, repeats, strict=True)))
 
-    def number(self, statement: Statement, size: Size) -> int:
+    def number(self, where: str, size: Size) -> int:
         """The value of `128`, "head_dim" or "3 * head_dim"."""
         found = 1
         for factor in str(size).replace(" ", "").split("*"):
             if not factor.isdecimal() and factor not in self.values:
                 raise InputError(
-                    statement.where,
+                    where,
                     f"{factor} isn't known; give it in [model] of the layout file, with --layout-set {factor}=N, or with "
                     "the model's config.json beside the source",
                 )
             found *= int(factor) if factor.isdecimal() else self.values[factor]
         return found
 
+    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers]:
+        """Case and headers after all operations."""
+        for operation in self.operations:
+            case, headers = operation.apply(case, headers, self.number)
+        return case, headers
+
     def text(self) -> str:
-        """The layout as a file, with the numbers that its rules name."""
+        """The layout as a file, with the numbers that its rules name; without operations, which a target has behind it."""
         says = [statement.says for statements in self.axes.values() for statement in statements]
         sizes = [size for one in says for size in (one.unit, *(one.members if isinstance(one.members, tuple) else ()))]
         named = {name for size in sizes for name in _FACTOR.findall(str(size)) if not name.isdecimal()}
@@ -271,7 +281,7 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raw = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, f"no valid TOML: {error}") from error
-    unknown = sorted(raw.keys() - {"model", "axes"})
+    unknown = sorted(raw.keys() - {"model", "axes", "operations"})
     if unknown:
         raise InputError(where, f"unknown table {names(unknown)}; expected [model] and [axes.tp], say")
     axes: dict[str, tuple[Statement, ...]] = {}
@@ -287,13 +297,17 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
             raise InputError(here, f"is {patterns!r}; expected a table of patterns")
         statements = [_statement(pattern, entry, f'{here}."{pattern}"') for pattern, entry in patterns.items()]
         axes[canonical(axis)] = tuple(one for one in statements if one.says.split not in HOOKS)
-    if not axes:
+    listed = raw.get("operations", [])
+    if not isinstance(listed, list):
+        raise InputError(f"{where}: operations", "is no list of tables; expected [[operations]]")
+    operations = tuple(parse_operation(one, f"{where}: operations[{index}]") for index, one in enumerate(listed))
+    if not axes and not operations:
         raise InputError(where, "has no table [axes.NAME]; expected one for each mesh axis that it speaks of")
     values = _table(raw, "model", where)
     for name, value in values.items():
         if not _is_number(value):
             raise InputError(f"{where}: model.{name}", f"is {value!r}; expected a number, 1 or more")
-    return LayoutFile(where, axes, values)
+    return LayoutFile(where, axes, values, operations)
 
 
 def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from reshard_mpi.checkpoint.manifest import (
     by_tensor,
 )
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import InputError, names
+from reshard_mpi.errors import InputError, ReshardError, names
 from reshard_mpi.layout.cuts import Box, Cut, Misfit
 from reshard_mpi.layout.rules import Held, Stacks, Tensor, partition_axes, placement_of, target_arrays
 
@@ -117,7 +117,7 @@ def outgoing_case(
     cuts: Cuts | None = None,
     suffix: str = "safetensors",
 ) -> Outgoing:
-    """The case that holds the `included` tensors of `case` in the `target` topology; InputError where a cut doesn't fit.
+    """The case that holds the `included` tensors of `case` in the `target` topology. There must be no `misfits`.
 
     `suffix` is that of its shards.
     """
@@ -184,17 +184,30 @@ def outgoing_case(
     return Outgoing(written, tuple(arrays_written), array_of, aliases, files, keys_of)
 
 
+def misfits(case: Case, layout: Layout, target: Mesh, included: Collection[str], cuts: Cuts) -> list[ReshardError]:
+    """Of the `included` tensors those that can't be cut as they should be, with the reasons."""
+    stacks, kept = Stacks(fragment.fqn for fragment in case.fragments), set(included)
+    found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for tensor_id, fragments in by_tensor(case.fragments).items():
+        if tensor_id in kept and tensor_id in cuts:
+            tensor = Tensor(tensor_id, fragments[0].fqn, fragments[0].global_shape)
+            try:
+                _target_arrays(tensor, layout, target, stacks, cuts)
+            except Misfit as misfit:
+                axes = (f"{axis} of axis {layout[tensor_id][axis]}" for axis in sorted(cuts[tensor_id]))
+                found[names(axes), str(misfit)].append(tensor_id)
+    return [
+        InputError(
+            f"tensor {names(tensors)}",
+            f"can't be cut by {axes}: {reason}; choose another size of the mesh axis, or change the layout",
+        )
+        for (axes, reason), tensors in found.items()
+    ]
+
+
 def _target_arrays(tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, cuts: Cuts) -> tuple[Held, ...]:
     rules = layout[tensor.tensor_id]
-    placement = placement_of(tensor, rules, target, stacks, cuts.get(tensor.tensor_id))
-    try:
-        return target_arrays(placement)
-    except Misfit as misfit:
-        axes = names(f"{axis} of axis {column}" for axis, column in placement.splits if axis in dict(placement.cuts))
-        raise InputError(
-            f"tensor {tensor.tensor_id}",
-            f"can't be cut by {axes}: {misfit}; choose another size of the mesh axis, or change the layout",
-        ) from misfit
+    return target_arrays(placement_of(tensor, rules, target, stacks, cuts.get(tensor.tensor_id)))
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:

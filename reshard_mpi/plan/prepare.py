@@ -21,7 +21,7 @@ from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.rules import Tensor, target_layout
-from reshard_mpi.layout.target import Outgoing, TargetArray, outgoing_case
+from reshard_mpi.layout.target import Outgoing, TargetArray, misfits, outgoing_case
 from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan, round_nbytes_of
@@ -122,6 +122,7 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         given = _given(source.case, target, selection)
         layout, faults = target_layout(source.case, target, given.layout)
         faults = given.faults + faults
+        faults += [] if faults else misfits(source.case, layout, target, kept, given.cuts)
         if not faults:
             suffix = "h5" if selection.format == "hdf5" else "safetensors"
             outgoing = outgoing_case(source.case, layout, target, kept, given.cuts, suffix)

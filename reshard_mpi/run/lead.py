@@ -32,7 +32,7 @@ from reshard_mpi.storage.digests import algorithm_of, digest_name
 from reshard_mpi.storage.files import Files, create_file, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
-from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, read_headers
+from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
 
 if TYPE_CHECKING:
     from reshard_mpi.run.job import Job
@@ -73,6 +73,9 @@ class Lead:
         job = self.job
         assets = [job.assets] if job.assets else []
         self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
+        if self.layout and self.layout.operations:
+            source = described_anew(source, *self.layout.applied(source.case, source.headers))
+            source.raise_first()
         selection = Selection(
             job.target,
             job.include,
@@ -141,7 +144,7 @@ class Lead:
             "exclude": list(job.exclude),
             "rename": [str(rule) for rule in rename_rules(job.rename)],
             "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
-            "layout": self.layout.text() if self.layout else None,
+            "layout": [self.layout.text(), repr(self.layout.operations)] if self.layout else None,
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
@@ -271,7 +274,7 @@ class Lead:
 
     def _write_layout(self) -> list[str]:
         """The layout that was used, if there was one, for those who go on from here; the name of its file."""
-        if self.layout is None:
+        if self.layout is None or not self.layout.axes:
             return []
         text = self.layout.text().encode()
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)

@@ -136,6 +136,19 @@ def _described_source(folder: Path) -> Source:
     return Source(folder, parsed, findings, True, described.headers, list(described.warnings))
 
 
+def described_anew(source: Source, case: Case, headers: Headers) -> Source:
+    """The source with another description of the same stored arrays, which is checked as the first one was."""
+    parsed = ParsedCase(case, source.parsed.text_digest, source.parsed.fragments_digest, source.parsed.warnings)
+    findings = check_described(case) if source.is_described else check_case(parsed)
+    located(source.folder, findings.faults)
+    lost = sum(f.fragment_digest is None for f in case.fragments)
+    lost -= sum(f.fragment_digest is None for f in source.case.fragments)
+    warnings = list(source.warnings)
+    if lost > 0:
+        warnings.append(f"{source.folder}: {lost} parts of stored arrays have no digest: their bytes can't be checked")
+    return Source(source.folder, parsed, findings, source.is_described, headers, warnings)
+
+
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:
     """Say of faults in a manifest in which folder it lies."""
     for fault in faults:

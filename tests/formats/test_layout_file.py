@@ -245,3 +245,101 @@ def test_shards_that_do_not_fit_together_are_refused(why, changed, options, code
     inside = folder / "case.json"
     done = run_mpi(1, "describe", folder, "--from", "tp=2", "--layout", "llama", "--out", inside)
     assert_refused(done, 2, "SOURCE", out=inside)
+
+
+# Operations
+
+TAKEN_APART = """
+[[operations]]
+rename = "model.**"
+to = "module.**"
+[[operations]]
+split = "module.layers.*.self_attn.qkv_proj.*"
+into = { "module.layers.*.q.*" = "num_attention_heads * head_dim", "module.layers.*.kv.*" = "2*num_key_value_heads*head_dim" }
+[[operations]]
+trim = "lm_head.weight"
+to = 17
+[[operations]]
+trim = "module.embed_tokens.weight"
+to = 17
+"""
+
+
+def taken_apart(tensors):
+    found = {}
+    for fqn, array in tensors.items():
+        name = fqn.replace("model.", "module.")
+        if "qkv_proj" in name:
+            q, kv = (name.replace("self_attn.qkv_proj", other) for other in ("q", "kv"))
+            found |= {q: array[: HEADS * HEAD_DIM], kv: array[HEADS * HEAD_DIM :]}
+        else:
+            found[name] = array[:17] if name in ("lm_head.weight", "module.embed_tokens.weight") else array
+    return found
+
+
+@pytest.mark.parametrize("verify", ["none", "full"])
+@pytest.mark.parametrize("source_target", [None, "single", "tp=2,pp=2", "tp=8"])
+def test_operations_rename_take_apart_and_trim_whatever_the_source(source_target, verify, tmp_path):
+    tensors = llama("fused")
+    source = write_hugging_face(tmp_path / "hf", tensors, **CONFIG)
+    if source_target:
+        assert_done(run_mpi(2, "reshard", source, tmp_path / "case", "--target", source_target, "--layout", "llama"))
+        source = tmp_path / "case"
+    layout = tmp_path / "mine.toml"
+    numbers = "\n".join(f"{name} = {value}" for name, value in CONFIG.items())
+    layout.write_text(f"[model]\n{numbers}\n{TAKEN_APART}")
+    options = ("--target", "single", "--layout", layout, "--verify", verify)
+    assert_done(run_mpi(1, "plan", source, *options))
+    assert_done(run_mpi(3, "reshard", source, tmp_path / "out", *options))
+    assert_equal(load_file(tmp_path / "out" / "rank-00000.safetensors"), taken_apart(tensors))
+    if verify == "full":
+        assert_done(run_mpi(2, "verify", tmp_path / "out"))
+    assert not (tmp_path / "out" / "layout.toml").exists()
+
+
+@pytest.mark.parametrize("source_target", [None, "tp=2", "fsdp=2"])
+def test_a_stack_of_layers_becomes_layers_with_names(source_target, tmp_path):
+    tensors = filled(
+        {"decoder.layers.fc1.weight": (3, 8, 5), "decoder.layers.norm.weight": (3, 5), "embed.weight": (6, 5)}
+    )
+    source = write_hugging_face(tmp_path / "hf", tensors)
+    first = tmp_path / "first.toml"
+    first.write_text('[axes.tp]\n"fc1.weight" = 1\n"*" = "replicate"\n')
+    if source_target:
+        assert_done(run_mpi(2, "reshard", source, tmp_path / "case", "--target", source_target, "--layout", first))
+        source = tmp_path / "case"
+    layout = tmp_path / "mine.toml"
+    layout.write_text(
+        '[[operations]]\nunstack = "decoder.layers.**"\nto = "layers.{}.**"\n[axes.tp]\n"fc1" = 0\n"*" = "replicate"\n'
+    )
+    options = ("--target", "pp=3,tp=2", "--layout", layout, "--verify", "full")
+    assert_done(run_mpi(2, "reshard", source, tmp_path / "out", *options))
+    assert_done(run_mpi(2, "reshard", tmp_path / "out", tmp_path / "back", "--target", "single"))
+    wanted = {"embed.weight": tensors["embed.weight"]}
+    for layer in range(3):
+        for name in ("fc1", "norm"):
+            wanted[f"layers.{layer}.{name}.weight"] = tensors[f"decoder.layers.{name}.weight"][layer]
+    assert_equal(load_file(tmp_path / "back" / "rank-00000.safetensors"), wanted)
+
+
+OPERATIONS = [
+    ("no index in the name", 'unstack = "lm_head.weight"\nto = "x"', ["operations[0]", "{}"]),
+    ("finds nothing", 'rename = "no.such"\nto = "x"', ["operations[0]", "no tensor"]),
+    ("two of one name", 'rename = "model.norm.weight"\nto = "lm_head.weight"', ["operations[0]", "lm_head.weight"]),
+    ("other wildcards", 'rename = "a.*"\nto = "b"', ["operations[0]", "'b'", "'a.*'"]),
+    ("other sizes", 'split = "lm_head.weight"\ninto = { a = 1, b = 2 }', ["operations[0]", "1 + 2", "has 20"]),
+    ("no such axis", 'trim = "lm_head.weight"\nto = 3\naxis = 2', ["operations[0]", "axis 2"]),
+    ("more than there is", 'trim = "lm_head.weight"\nto = 21', ["operations[0]", "21", "20"]),
+    ("nothing", "axis = 0", ["operations[0]", "rename, split, unstack, trim"]),
+    ("two at once", 'rename = "a"\ntrim = "b"\nto = 3', ["operations[0]", "rename and trim"]),
+    ("an unknown key", 'rename = "a"\nto = "b"\nfrom = 3', ["operations[0]", "from"]),
+    ("a number that isn't known", 'trim = "lm_head.weight"\nto = "vocab"', ["operations[0]", "vocab", "--layout-set"]),
+]
+
+
+@pytest.mark.parametrize("why, text, words", OPERATIONS, ids=[row[0] for row in OPERATIONS])
+def test_an_operation_that_does_not_do_is_refused(why, text, words, tmp_path):
+    source = write_hugging_face(tmp_path / "hf", llama())
+    (tmp_path / "mine.toml").write_text(f"[[operations]]\n{text}\n")
+    done = run_mpi(1, "reshard", source, tmp_path / "out", "--layout", tmp_path / "mine.toml")
+    assert_refused(done, 3, "mine.toml", *words, out=tmp_path / "out")
