@@ -44,7 +44,7 @@ def tensor_picture(facts: Mapping[str, Any]) -> "Figure":
         labels=lambda tile: _tile_labels(tile, coordinates[tile.ranks[0]]),
         width=7.2,
         narrowest=3,
-        height=3.6 if slices_of(tiling, plane, 0)[1] < 2 else 1.6,
+        height=2.8 if slices_of(tiling, plane, 0)[1] < 2 else 1.6,
         columns=3,
         most=9,
         sizes=(9, 8, 7, 6),
@@ -148,4 +148,5 @@ def _footer(kinds: Sequence[Kind], left: Sequence[str], width: float) -> list[st
     nalike = sum(kind.nothers for kind in kinds)
     text = f"{plural(len(kinds) + nalike + len(left), 'tensor')}: {len(kinds)} shown, {nalike} cut as one of these"
     text += f", {len(left)} cut in other ways and left out: {names(map(one_line, left))}" if left else ""
+    text += ". Striped: held by several ranks."
     return textwrap.wrap(text, math.floor(width * POINTS / 7 / LETTER_WIDTH), max_lines=3)
