@@ -205,7 +205,8 @@ def _has_room(text: str, size: float, room: Numbers) -> bool:
 def _draw_label(axes: "Axes", centre: Numbers, text: str, size: float, colours: Colours) -> None:
     is_one = len(colours) == 1
     axes.text(
-        *centre,
+        centre[0],
+        centre[1],
         text,
         fontsize=size,
         ha="center",
@@ -232,9 +233,11 @@ def _draw_labels_beside(
         if middle - needed < reached:
             continue
         reached = middle + needed
-        place = (1 + 0.04 / size[0], 1 - middle / size[1]) if goes_down else (middle / size[0], 1 + 0.03 / size[1])
-        align = {"ha": "left", "va": "center"} if goes_down else {"ha": "center", "va": "bottom"}
-        axes.text(*place, text, fontsize=6, color="black", transform=axes.transAxes, **align)
+        if goes_down:
+            x, y, across, down = 1 + 0.04 / size[0], 1 - middle / size[1], "left", "center"
+        else:
+            x, y, across, down = middle / size[0], 1 + 0.03 / size[1], "center", "bottom"
+        axes.text(x, y, text, fontsize=6, color="black", transform=axes.transAxes, ha=across, va=down)
 
 
 def _draw_numbers(axes: "Axes", size: tuple[float, float], tiling: Tiling, plane: Plane) -> None:

@@ -46,8 +46,8 @@ def draw_matrix(page: Page, left: float, top: float, side: float, nbytes: Ints, 
     scale = page.axes(left, top + cell * nrows + 0.08, cell * ncolumns, 0.08)
     page.figure.colorbar(image, cax=scale, orientation="horizontal")
     scale.set_xticks([0, most], ["0", size_text(most)])
-    for text, place in zip(scale.get_xticklabels(), ("left", "right"), strict=True):
-        text.set_horizontalalignment(place)
+    for end, place in zip(scale.get_xticklabels(), ("left", "right"), strict=True):
+        end.set(horizontalalignment=place)
 
 
 def _summed(nbytes: Ints) -> tuple[Ints, int]:

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "reshard_mpi",
-    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "svg.fonttype": "none",  # text is text, which can be searched and read aloud
+    "font.family": "sans-serif",
+    "font.sans-serif": "DejaVu Sans",  # comes with matplotlib, and is wider than most others
     "hatch.linewidth": 0.5,
     "hatch.color": "0.75",
     "text.parse_math": False,  # a dollar in a tensor's name is a dollar

@@ -44,7 +44,7 @@ def tensor_picture(facts: Mapping[str, Any]) -> "Figure":
         labels=lambda tile: _tile_labels(tile, coordinates[tile.ranks[0]]),
         width=7.2,
         narrowest=3,
-        height=3.6 if slices_of(tiling, plane, 0)[1] < 2 else 1.6,
+        height=2.8 if slices_of(tiling, plane, 0)[1] < 2 else 1.6,
         columns=3,
         most=9,
         sizes=(9, 8, 7, 6),
@@ -65,9 +65,11 @@ def _tile_labels(tile: Tile, coordinates: Mapping[str, int]) -> list[str]:
     """From all there is to say of a tile to its ranks alone."""
     ranks = _short_labels(tile)[0]
     title = f"rank {ranks}" if len(tile.ranks) == 1 else ranks if " " in ranks else f"ranks {ranks}"
-    box = box_text(tile.start, [b - a for a, b in zip(tile.start, tile.stop, strict=True)])
+    extent = [b - a for a, b in zip(tile.start, tile.stop, strict=True)]
+    box = box_text(tile.start, extent) if extent else ""
     where = ", ".join(f"{axis} {index}" for axis, index in coordinates.items()) if len(tile.ranks) == 1 else ""
-    return ["\n".join(filter(None, [title, where, box])), f"{title}\n{box}", f"{title}  {box}", title, ranks]
+    full, short = ("\n".join(filter(None, lines)) for lines in ([title, where, box], [title, box]))
+    return [full, short, f"{title}  {box}".strip(), title, ranks]
 
 
 def _short_labels(tile: Tile) -> list[str]:
@@ -148,4 +150,5 @@ def _footer(kinds: Sequence[Kind], left: Sequence[str], width: float) -> list[st
     nalike = sum(kind.nothers for kind in kinds)
     text = f"{plural(len(kinds) + nalike + len(left), 'tensor')}: {len(kinds)} shown, {nalike} cut as one of these"
     text += f", {len(left)} cut in other ways and left out: {names(map(one_line, left))}" if left else ""
+    text += ". Striped: held by several ranks."
     return textwrap.wrap(text, math.floor(width * POINTS / 7 / LETTER_WIDTH), max_lines=3)
