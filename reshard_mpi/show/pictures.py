@@ -65,9 +65,11 @@ def _tile_labels(tile: Tile, coordinates: Mapping[str, int]) -> list[str]:
     """From all there is to say of a tile to its ranks alone."""
     ranks = _short_labels(tile)[0]
     title = f"rank {ranks}" if len(tile.ranks) == 1 else ranks if " " in ranks else f"ranks {ranks}"
-    box = box_text(tile.start, [b - a for a, b in zip(tile.start, tile.stop, strict=True)])
+    extent = [b - a for a, b in zip(tile.start, tile.stop, strict=True)]
+    box = box_text(tile.start, extent) if extent else ""
     where = ", ".join(f"{axis} {index}" for axis, index in coordinates.items()) if len(tile.ranks) == 1 else ""
-    return ["\n".join(filter(None, [title, where, box])), f"{title}\n{box}", f"{title}  {box}", title, ranks]
+    full, short = ("\n".join(filter(None, lines)) for lines in ([title, where, box], [title, box]))
+    return [full, short, f"{title}  {box}".strip(), title, ranks]
 
 
 def _short_labels(tile: Tile) -> list[str]:

@@ -45,7 +45,7 @@ class Counted:
 def opened(path: Path, shape: tuple[int, ...], chunk: tuple[int, ...]) -> tuple[ChunkedArray, OpenChunked, Counted]:
     file = Counted(path)
     array = ChunkedArray(len(file.content), "x", 4, shape, chunk, len(file.content), "x of the file")
-    return array, array.open(file.read), file
+    return array, array.open(file.read, "file"), file
 
 
 @pytest.mark.parametrize(("why", "shape", "chunk", "axis", "nrows"), SHAPES)
@@ -115,7 +115,7 @@ def test_what_keeps_a_file_from_being_read_is_told_rather_than_what_hdf5_makes_o
     with pytest.raises(StorageError, match="on fire"):
         reading.read(0, memoryview(bytearray(array.nbytes)))
     with pytest.raises(StorageError, match="on fire"):
-        array.open(fail)
+        array.open(fail, "file")
 
 
 def test_an_error_of_h5py_becomes_one_line_and_keeps_none_of_its_frames():
