@@ -5,9 +5,8 @@
                         \\--tiles to oneself--------------------------> write buffer --write-----/
                          \\--pack--> send buffer ~~> receive buffer --unpack--/
 
-What is cast is read, never copied.
-
-Pure: a round is expanded from the plan by index arithmetic alone, without opening a file or talking to anyone.
+What is cast is converted as it is read, and so never copied. Pure: a round is expanded from the plan by index arithmetic alone,
+without opening a file or talking to anyone.
 """
 
 from dataclasses import dataclass, replace
@@ -93,7 +92,8 @@ class RoundWork:
     `local_from[i]` (in the read buffer) is copied to `local_to[i]` (in the write buffer). `send` lies in the read buffer,
     `receive` in the write buffer; in the messages tiles follow each other without gaps, by rank,
     `send_nbytes[rank]` bytes to each. `write` lies in the write buffer, `straight` in the read buffer: it is written from there.
-    `copy` goes from file to file. `crosses` is equal on all ranks: does any of them send anything?
+    `copy` goes from file to file. `cast` is what of `read` is converted. `crosses` is equal on all ranks: does any of them send
+    anything?
     """
 
     crosses: bool

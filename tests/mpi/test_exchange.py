@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from reshard_mpi.mpi.exchange import Exchanger
-from reshard_mpi.plan.rounds import Copies, RoundWork, Spans, Tiles
+from reshard_mpi.plan.rounds import CastParts, Copies, RoundWork, Spans, Tiles
 from tests.mpi.together import faults_of_all, unequal
 
 BUFFER_NBYTES = 1 << 14
@@ -118,6 +118,7 @@ def work_of(tiles: Sequence[Tile], naxes: int, rank: int, nranks: int) -> RoundW
         write=none,
         straight=none,
         copy=Copies(*(np.empty(0, np.int64) for _ in range(5))),
+        cast=CastParts(here([], naxes), np.empty(0, np.int64)),
     )
 
 
