@@ -343,3 +343,25 @@ def test_an_operation_that_does_not_do_is_refused(why, text, words, tmp_path):
     (tmp_path / "mine.toml").write_text(f"[[operations]]\n{text}\n")
     done = run_mpi(1, "reshard", source, tmp_path / "out", "--layout", tmp_path / "mine.toml")
     assert_refused(done, 3, "mine.toml", *words, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("include", [(), ("--include", "*.q.*")])
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_flipped_byte_of_a_tensor_that_is_taken_apart_is_found(include, where, tmp_path):
+    """The digest is that of the whole stored array, of which a part may be all that is wanted."""
+    source = write_hugging_face(tmp_path / "hf", llama("fused"), **CONFIG)
+    case = tmp_path / "case"
+    assert_done(run_mpi(2, "reshard", source, case, "--target", "tp=2", "--layout", "llama"))
+    shard = case / "rank-00001.safetensors"
+    content = bytearray(shard.read_bytes())
+    begin = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + begin])
+    first, last = header["model.layers.2.self_attn.qkv_proj.weight"]["data_offsets"]
+    content[8 + begin + (first if where == 0 else last - 1)] ^= 1
+    shard.write_bytes(content)
+    layout = tmp_path / "mine.toml"
+    numbers = "\n".join(f"{name} = {value}" for name, value in CONFIG.items())
+    layout.write_text(f"[model]\n{numbers}\n{TAKEN_APART.replace('module', 'model')}")
+    options = ("--target", "single", "--layout", layout, *include)
+    done = run_mpi(2, "reshard", case, tmp_path / "out", *options)
+    assert_refused(done, 4, "rank-00001", "qkv_proj", out=tmp_path / "out")
