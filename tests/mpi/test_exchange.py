@@ -119,7 +119,6 @@ def work_of(tiles: Sequence[Tile], naxes: int, rank: int, nranks: int) -> RoundW
         straight=none,
         copy=Copies(*(np.empty(0, np.int64) for _ in range(5))),
         cast=CastParts(here([], naxes), np.empty(0, np.int64)),
-        cast=CastParts(here([], naxes), np.empty(0, np.int64)),
     )
 
 
