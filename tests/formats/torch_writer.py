@@ -7,6 +7,7 @@ KIND: fsdp (fully_shard), tp (column- and row-wise), fsdp_tp (both). `train` sav
 OUT.truth.safetensors holds every tensor whole, under the name that it should get.
 """
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -78,3 +79,4 @@ def main(what: str, kind: str, out: str, rendezvous: str) -> None:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     main(*sys.argv[1:])
+    os._exit(0)  # all is written; threads of torch have been seen to abort an interpreter that ends by itself
