@@ -26,6 +26,7 @@ from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Rec
 from reshard_mpi.storage.digests import crc32_name
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray
+from reshard_mpi.storage.source import read_text
 from reshard_mpi.storage.strided import StridedArray
 
 METADATA_FILE = ".metadata"
@@ -41,7 +42,7 @@ def is_dcp(folder: Path) -> bool:
 def describe_dcp(folder: Path) -> Described:
     """The checkpoint in `folder` as a case: a file is a rank, a chunk is a fragment."""
     where = str(folder / METADATA_FILE)
-    content = _whole_file(folder, METADATA_FILE)
+    content = read_text(folder, METADATA_FILE, LARGEST_METADATA)
     metadata = read_pickle(content, METADATA_NAMES, where)
     entries = _attribute(metadata, "state_dict_metadata", dict, where)
     stored = _stored_at(_attribute(metadata, "storage_data", dict, where), where)
@@ -91,15 +92,6 @@ def _warnings(folder: Path, entries: Mapping[str, Any], tensors: Mapping[str, An
         yield f"{folder}: {said} left out: {names(others)}"
     if prefix:
         yield f"{folder}: all names begin with {prefix!r}, the one key under which the model was saved; it is left out"
-
-
-def _whole_file(folder: Path, name: str) -> bytes:
-    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > LARGEST_METADATA:
-            raise InputError(str(folder / name), f"has {nbytes} bytes; expected at most {LARGEST_METADATA}")
-        return file.read()
 
 
 def _attribute(record: Any, name: str, kind: type, where: str) -> Any:

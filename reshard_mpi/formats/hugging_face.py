@@ -19,6 +19,7 @@ from reshard_mpi.errors import InputError, names, raise_first
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header, read_metadata
+from reshard_mpi.storage.source import read_text
 
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -124,12 +125,7 @@ def _opened(folder: Path, file: str, read: Any) -> Any:
 
 
 def _weight_map(folder: Path, where: str) -> dict[str, str]:
-    fd = open_regular(folder, INDEX_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        nbytes = os.fstat(fd).st_size
-        if nbytes > LARGEST_INDEX:
-            raise InputError(where, f"has {nbytes} bytes; expected at most {LARGEST_INDEX}")
-        index = strict_json(file.read(), where)
+    index = strict_json(read_text(folder, INDEX_FILE, LARGEST_INDEX), where)
     found = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise InputError(where, "has no weight_map from tensors to files")

@@ -52,7 +52,8 @@ class Lead:
     layout: LayoutFile | None
 
     def __init__(self, job: "Job", nranks: int):
-        self.job, self.nranks, self.round_nbytes = job, nranks, round_nbytes_of(job.memory_nbytes)
+        self.job, self.nranks = job, nranks
+        round_nbytes_of(job.memory_nbytes)  # too little for any job is told before the source is read
         check_paths(job.source, job.out, job.overwrite)
         if job.assets is not None and job.format != "hf":
             raise UsageError("--hf-assets", "goes with --format hf; leave it out")
