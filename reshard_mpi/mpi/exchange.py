@@ -1,6 +1,7 @@
-"""The exchange of one round: pack tiles, `Alltoallv`, unpack. Opens no file.
+"""The exchange of one round: pack tiles, `Ialltoallv`, unpack. Opens no file.
 
-Tiles to oneself never enter MPI: they are copied from the read buffer to the write buffer.
+Tiles to oneself never enter MPI: they are copied from the read buffer to the write buffer. The blocking `Alltoallv` spins, and so took
+the cores of those who read and write: a fifth of the time of a job that exchanges most of its bytes.
 """
 
 import time
@@ -36,10 +37,11 @@ class Exchanger:
 
     def _cross(self, work: RoundWork, read_buffer: Bytes, write_buffer: Bytes) -> None:
         copy_tiles(read_buffer, work.send, self._send, packed(work.send))
-        await_all(self._comm.Ibarrier())
-        self._comm.Alltoallv(
-            [self._send, (work.send_nbytes, _starts(work.send_nbytes)), MPI.BYTE],
-            [self._receive, (work.receive_nbytes, _starts(work.receive_nbytes)), MPI.BYTE],
+        await_all(
+            self._comm.Ialltoallv(
+                [self._send, (work.send_nbytes, _starts(work.send_nbytes)), MPI.BYTE],
+                [self._receive, (work.receive_nbytes, _starts(work.receive_nbytes)), MPI.BYTE],
+            )
         )
         copy_tiles(self._receive, packed(work.receive), write_buffer, work.receive)
         self.sent_nbytes += int(work.send_nbytes.sum())

@@ -76,9 +76,9 @@ class Watched:
         self._comm = comm
         self.counts: list[tuple[list[int], list[int]]] = []
 
-    def Alltoallv(self, send: list[Any], receive: list[Any]) -> None:
+    def Ialltoallv(self, send: list[Any], receive: list[Any]) -> MPI.Request:
         self.counts.append((list(send[1][0]), list(receive[1][0])))
-        self._comm.Alltoallv(send, receive)
+        return self._comm.Ialltoallv(send, receive)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
