@@ -1,7 +1,7 @@
 """The exchange of one round: pack tiles, `Ialltoallv`, unpack. Opens no file.
 
-Tiles to oneself never enter MPI: they are copied from the read buffer to the write buffer. The blocking `Alltoallv` spins, and so took
-the cores of those who read and write: a fifth of the time of a job that exchanges most of its bytes.
+Tiles to oneself never enter MPI: they are copied from the read buffer to the write buffer. The blocking `Alltoallv` spins, and so
+takes the cores from those who read and write: a fifth of the time of a job that exchanges most of its bytes.
 """
 
 import time

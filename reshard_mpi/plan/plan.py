@@ -112,6 +112,7 @@ class Side:
 class Plan:
     """Everything a rank needs to know. Slabs `round_first[k]:round_first[k + 1]` make round k.
 
+    Slab i is the bytes from `slab_begin[i]` on of tensor `slab_tensor[i]`, in row-major order, as many as its volume.
     `round_crosses[k]`: does any rank send anything to another in round k? `hashing`: is every byte to be seen? No rank reads,
     sends, receives or writes more than `buffer_nbytes` in a round.
     """
@@ -123,6 +124,7 @@ class Plan:
     target: Side
     slabs: Boxes
     slab_tensor: Ints
+    slab_begin: Ints
     round_first: Ints
     round_crosses: Ints
 
@@ -195,4 +197,5 @@ def plan_from_arrays(values: Sequence[Ints | int]) -> Plan:
         array, rank, first, twin = (next(rest) for _ in range(4))
         return Side(stored, array, rank, first, twin, ArrayTable(*(next(rest) for _ in fields(ArrayTable))))  # type: ignore[arg-type]
 
-    return Plan(next(rest), next(rest), next(rest), side(), side(), boxes(), next(rest), next(rest), next(rest))  # type: ignore[arg-type]
+    head, sides = (next(rest) for _ in range(3)), (side() for _ in range(2))
+    return Plan(*head, *sides, boxes(), *(next(rest) for _ in range(4)))  # type: ignore[arg-type]

@@ -11,11 +11,12 @@ import numpy as np
 
 from reshard_mpi.boxes import Boxes, Ints, equal_rows, join, meet
 from reshard_mpi.errors import PlanningError
+from reshard_mpi.plan.earlier import Earlier, Ranges, is_within, joined, with_digests, without_verified
 from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side, buffers
 from reshard_mpi.plan.prefixes import Prefixes, find_prefixes
 from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
-from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Ordered, Slabs, SlabTensors, cut_slabs
+from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Ordered, Slabs, SlabTensors, cut_slabs, slab_begins
 from reshard_mpi.plan.stored import ByteForm, StoredBoxes, stacked
 
 LEAST_ROUND_NBYTES = 1 << 13
@@ -64,8 +65,12 @@ def make_plan(
     target_arrays: ArrayTable,
     nshards: tuple[int, int],
     resources: Resources,
+    earlier: Earlier | None = None,
 ) -> Plan:
-    """The plan that brings every target box its bytes. `nshards`: how many files source and target have."""
+    """The plan that brings every target box its bytes. `nshards`: how many files source and target have.
+
+    What was done `earlier` isn't done again.
+    """
     naxes = max((len(tensor.form.shape) for tensor in tensors), default=1)
     source_rows, target_rows = (
         _boxes_of(tensors, naxes, arrays, target) for arrays, target in ((source_arrays, False), (target_arrays, True))
@@ -73,8 +78,20 @@ def make_plan(
     source = _read_side(source_rows, nshards[0], resources)
     target = _written_side(target_rows, source, nshards[1], resources)
     if resources.hashing:
-        target = _with_hashers(target, source, find_prefixes(source_rows, target_rows), resources.nranks)
+        prefixes = find_prefixes(source_rows, target_rows)
+        if earlier is not None:
+            prefixes = without_verified(prefixes, source.arrays, target.arrays, earlier.verified)
+        target = _with_hashers(target, source, prefixes, resources.nranks)
+    if earlier is not None:
+        left = np.where(earlier.verified, 0, source.arrays.has_digest)
+        source = replace(source, arrays=replace(source.arrays, has_digest=left))
+        target = replace(target, arrays=with_digests(target.arrays, earlier))
     slabs, loads = _slabs_that_fit(tensors, naxes, source, target, resources)
+    begin = slab_begins(_shapes(tensors, naxes), slabs)
+    if earlier is not None:
+        ranges = Ranges(slabs.tensor, begin, begin + slabs.boxes.volume)
+        left = np.flatnonzero(~is_within(ranges, joined(earlier.written)))
+        slabs, loads, begin = _taken(slabs, left), [_loads_of(load, left) for load in loads], begin[left]
     rounds, buffer_nbytes = deal_rounds(loads, slabs.sequence, resources.nranks, resources.round_nbytes)
     order = np.array([slab for members in rounds for slab in sorted(members)], np.int64)
     crosses = _crosses(source, target, resources.nranks)
@@ -86,6 +103,7 @@ def make_plan(
         target,
         slabs.boxes.take(order),
         slabs.tensor[order],
+        begin[order],
         round_first=np.cumsum([0, *map(len, rounds)]),
         round_crosses=np.array([crosses[slabs.tensor[members]].any() for members in rounds], np.int64),
     )
@@ -257,15 +275,31 @@ def _slab_tensors(
     if resources.hashing:
         boxes = Boxes(*map(np.concatenate, zip(read.boxes, written.take(in_order), strict=True)))
         ordered = Ordered(boxes, np.concatenate([read.tensor, tensor[in_order]]))
-    shapes = [(1,) * (naxes - len(planned.form.shape)) + planned.form.shape for planned in tensors]
     return SlabTensors(
-        np.array(shapes, np.int64).reshape(len(tensors), naxes),
+        _shapes(tensors, naxes),
         read,
         Held(written.take(own), target.stored.stride[own], target.rank[own], tensor[own]),
         ordered,
         holders,
         np.maximum(limits - SPARE_NBYTES, 1),
     )
+
+
+def _shapes(tensors: Sequence[PlannedTensor], naxes: int) -> Ints:
+    """Of each tensor, in bytes, with as many axes as any has."""
+    shapes = [(1,) * (naxes - len(planned.form.shape)) + planned.form.shape for planned in tensors]
+    return np.array(shapes, np.int64).reshape(len(tensors), naxes)
+
+
+def _taken(slabs: Slabs, index: Ints) -> Slabs:
+    return Slabs(slabs.boxes.take(index), slabs.tensor[index], slabs.sequence[index])
+
+
+def _loads_of(loads: Loads, slabs: Ints) -> Loads:
+    """The loads of these slabs, which are numbered anew; `slabs` rise."""
+    number = np.searchsorted(slabs, loads.slab)
+    taken = np.flatnonzero(slabs[np.minimum(number, len(slabs) - 1)] == loads.slab) if len(slabs) else number[:0]
+    return Loads(number[taken], loads.rank[taken], loads.nbytes[taken])
 
 
 def _loads(slabs: Boxes, slab_tensor: Ints, side: Side) -> Loads:

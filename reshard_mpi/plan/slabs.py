@@ -98,6 +98,12 @@ def cut_slabs(tensors: SlabTensors) -> Slabs:
     return Slabs(Boxes(start, stop), tensor, np.cumsum(begins) - 1)
 
 
+def slab_begins(shape: Ints, slabs: Slabs) -> Ints:
+    """Where in its tensor, of `shape[tensor]` bytes, each slab begins, in row-major order. From there on it is contiguous."""
+    later = np.cumprod(shape[:, ::-1], axis=1)[:, ::-1] // np.maximum(shape, 1)
+    return (slabs.boxes.start * later[slabs.tensor]).sum(axis=1)
+
+
 def _cuts(tensors: SlabTensors) -> _Cuts:
     """A tensor that fits is not cut; others along the first axis whose rows fit, else along the last one."""
     shape, limit = tensors.shape, tensors.limit_nbytes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from reshard_mpi.mpi.exchange import copy_tiles, packed
+from reshard_mpi.plan.earlier import Earlier
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan
 from reshard_mpi.plan.rounds import RoundWork, Spans, expand_round
@@ -81,7 +82,7 @@ class Job:
     expected: list[bytes]
     resources: Resources
 
-    def plan(self) -> Plan:
+    def plan(self, earlier: Earlier | None = None) -> Plan:
         planned = []
         for index, tensor in enumerate(self.tensors):
             places = [Place(t.offset, t.extent, t.before, t.local_shape) for _, t in [*tensor.source, *tensor.target]]
@@ -93,11 +94,11 @@ class Job:
             planned.append(PlannedTensor(form, *rows_of_sides))
         nshards = len(self.source.shards), len(self.target.shards)
         of_target = replace(self.target.table, has_digest=np.zeros_like(self.target.table.has_digest))
-        return make_plan(planned, self.source.table, of_target, nshards, self.resources)
+        return make_plan(planned, self.source.table, of_target, nshards, self.resources, earlier)
 
-    def given(self, round_nbytes: int) -> "Job":
-        """The same job with other buffers."""
-        return replace(self, resources=replace(self.resources, round_nbytes=round_nbytes))
+    def given(self, round_nbytes: int, **others: object) -> "Job":
+        """The same job with other resources."""
+        return replace(self, resources=replace(self.resources, round_nbytes=round_nbytes, **others))
 
 
 def describe_job(dice: Dice, resources: Resources, tensors: list[Tensor], nsources: int, ntargets: int) -> Job:
@@ -164,13 +165,13 @@ class Seen:
     copied_nbytes: int = 0
 
 
-def carry_out(job: Job, plan: Plan) -> Seen:
-    """Every round of every rank; the target shards of the job are filled."""
+def carry_out(job: Job, plan: Plan, nrounds: int | None = None) -> Seen:
+    """Every round of every rank, or the first ones; the target shards of the job are filled."""
     seen = Seen(
         [np.zeros(len(shard), np.int64) for shard in job.source.shards],
         [np.zeros(len(shard), np.int64) for shard in job.target.shards],
     )
-    for number in range(plan.nrounds):
+    for number in range(plan.nrounds if nrounds is None else nrounds):
         work = [expand_round(plan, number, rank) for rank in range(plan.nranks)]
         _one_round(job, plan, work, seen)
     return seen
