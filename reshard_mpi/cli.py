@@ -93,6 +93,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, like 30 or 0.5")
+    return float(text)
+
+
 def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
@@ -245,7 +251,14 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
         "--hf-assets", type=Path, metavar="DIR", help="copy config and tokenizer from there (--format hf)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
-    parser.add_argument("--restart", action="store_true", help="begin anew where another job left OUT.partial")
+    parser.add_argument("--restart", action="store_true", help="begin anew where a job left OUT.partial")
+    parser.add_argument(
+        "--journal-every",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how often what is done is synced and noted, to go on from there after a crash (default 30; 0: after every round)",
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write what was measured as JSON")
 
 

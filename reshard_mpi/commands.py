@@ -93,6 +93,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         restart=options.restart,
         progress=options.progress,
+        note_seconds=options.journal_every,
     )
     if options.report:
         on_root(comm, lambda: _check_report(options))

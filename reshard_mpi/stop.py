@@ -38,5 +38,5 @@ def shield() -> None:
 def request() -> Interrupted | None:
     """The error to agree on, if a signal asked this process to stop."""
     if _requested.is_set() and not _shielded.is_set():
-        return Interrupted("job", "stopped by a signal before it was done; the same command begins again")
+        return Interrupted("job", "stopped by a signal before it was done; the same command goes on from there")
     return None

@@ -38,27 +38,28 @@ class Agreement:
 
 
 @contextmanager
-def agreed(comm: MPI.Comm) -> Iterator[None]:
+def agreed(comm: MPI.Comm, stoppable: bool = True) -> Iterator[None]:
     """Collective: run the block on every rank; if it failed on any, raise the same error on all.
 
-    The block itself must not communicate.
+    The block itself must not communicate. `stoppable`: is a signal, too, an error?
     """
     agreement = Agreement()
     with agreement.held():
         yield
-    raise_together(comm, agreement.error)
+    raise_together(comm, agreement.error, stoppable=stoppable)
 
 
-def raise_together(comm: MPI.Comm, error: ReshardError | None) -> None:
+def raise_together(comm: MPI.Comm, error: ReshardError | None, asks: bool = False, stoppable: bool = True) -> bool:
     """Collective: raise on all ranks the one error that stands for those of all ranks, if there is one.
 
-    A signal that asked any rank to stop is such an error.
+    A signal that asked any rank to stop is such an error, unless it is not `stoppable` here. Returns whether any rank `asks`.
     """
-    mine = error or stop.request()
-    has_error, any_has = np.array([mine is not None], np.int32), np.empty(1, np.int32)
-    await_all(comm.Iallreduce(has_error, any_has, MPI.MAX))
-    if any_has[0]:
+    mine = error or (stop.request() if stoppable else None)
+    said, heard = np.array([mine is not None, asks], np.int32), np.empty(2, np.int32)
+    await_all(comm.Iallreduce(said, heard, MPI.MAX))
+    if heard[0]:
         raise_first(error for error in comm.allgather(mine) if error is not None)
+    return bool(heard[1])
 
 
 def await_all(request: MPI.Request) -> None:

@@ -59,7 +59,9 @@ def is_within(parts: Ranges, whole: Ranges) -> NDArray[np.bool_]:
     return (at >= 0) & (whole.tensor[at] == parts.tensor) & (parts.end <= whole.end[at])
 
 
-def without_verified(prefixes: Prefixes, source: ArrayTable, target: ArrayTable, verified: NDArray[np.bool_]) -> Prefixes:
+def without_verified(
+    prefixes: Prefixes, source: ArrayTable, target: ArrayTable, verified: NDArray[np.bool_]
+) -> Prefixes:
     """The common beginnings of which a hash can go on: what is verified is not hashed again. A whole array keeps its digest."""
     is_whole = (prefixes.nbytes == target.nbytes) & (prefixes.nbytes == source.nbytes[prefixes.source])
     gone = (prefixes.source >= 0) & verified[prefixes.source] & ~is_whole

@@ -198,4 +198,4 @@ def plan_from_arrays(values: Sequence[Ints | int]) -> Plan:
         return Side(stored, array, rank, first, twin, ArrayTable(*(next(rest) for _ in fields(ArrayTable))))  # type: ignore[arg-type]
 
     head, sides = (next(rest) for _ in range(3)), (side() for _ in range(2))
-    return Plan(*head, *sides, boxes(), *(next(rest) for _ in range(4)))  # type: ignore[arg-type]
+    return Plan(*head, *sides, boxes(), *(next(rest) for _ in range(4)))  # type: ignore[arg-type, call-arg]

@@ -23,6 +23,7 @@ from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.rules import Tensor, target_layout
 from reshard_mpi.layout.target import Outgoing, TargetArray, misfits, outgoing_case
 from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
+from reshard_mpi.plan.earlier import Earlier
 from reshard_mpi.plan.plan import ArrayTable, Plan
 from reshard_mpi.plan.planner import PlannedTensor, Resources, make_plan, round_nbytes_of
 from reshard_mpi.plan.shares import choose_members
@@ -144,8 +145,8 @@ def _given(case: Case, target: Mesh, selection: Selection) -> Resolved:
 
 
 @no_garbage_collection()
-def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepared:
-    """The job for these ranks and buffers. The source must be free of faults."""
+def prepare(source: Source, outgoing: Outgoing, resources: Resources, earlier: Earlier | None = None) -> Prepared:
+    """The job for these ranks and buffers, without what was done `earlier`. The source must be free of faults."""
     case = source.case
     files, spans = target_files(outgoing)
     kept = {fragment.logical_tensor_id for fragment in outgoing.case.fragments}
@@ -183,7 +184,7 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources) -> Prepare
     fragments_of = tuple(tuple(stored_in[index]) for index in range(len(source_keys)))
     source_table = _source_table(source, shard_of, fragments_of)
     nshards = (case.world_size, outgoing.nranks)
-    plan = make_plan(planned, source_table, _target_table(outgoing, spans), nshards, resources)
+    plan = make_plan(planned, source_table, _target_table(outgoing, spans), nshards, resources, earlier)
     file_names = {rank: file for file, rank in shard_of.items()}
     return Prepared(
         outgoing,

@@ -1,24 +1,20 @@
 """OUT appears whole or not at all: everything is written to OUT.partial, made durable, then renamed.
 
-OUT.partial holds a journal, which says of which job it is, and a lock, held by rank 0 while the job lives. The kernel frees the
-lock when the process ends, however it ends.
+OUT.partial holds a journal, which says of which job it is and what is done, and the lock of the job.
 """
 
 import ctypes
-import fcntl
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError, storage_error
+from reshard_mpi.run.journal import JOURNAL, Durable, Journal
+from reshard_mpi.run.lock import LOCK, lock_alone, share
 from reshard_mpi.storage.files import sync_folder
 
-JOURNAL = "journal.json"
-LOCK = "lock"
 OURS = {JOURNAL, f"{JOURNAL}.new", LOCK}
 REPLACEABLE = (CASE_FILE, "model.safetensors", "model.safetensors.index.json")  # one of them: a checkpoint
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -70,17 +66,18 @@ def check_out(out: Path, overwrite: bool) -> None:
 class PartialFolder:
     """OUT.partial, owned by the job with this `identity` until it is committed. On rank 0 alone.
 
-    identity: whatever decides the bytes of OUT, as JSON values.
+    identity: whatever decides the bytes of OUT, as JSON values. `durable` is what an earlier run of the job has left in `files`,
+    which are kept then; everything else goes.
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, object], restart: bool):
+    def __init__(self, out: Path, identity: Mapping[str, object], restart: bool, files: Collection[str] = ()):
         self.out = named(out)
         self.path = partial_of(out)
+        self.durable = Durable()
         self._lock = -1
-        self._identity = dict(identity)
-        self._job = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+        self._journal: Journal | None = None
         try:
-            self._claim(restart)
+            self._claim(identity, restart, files)
         except OSError as error:
             self.close()
             raise storage_error(self.path, error, "write to") from error
@@ -90,11 +87,16 @@ class PartialFolder:
 
     def close(self) -> None:
         """Let go of the lock; what was written stays."""
+        self._close_journal()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    def _claim(self, restart: bool) -> None:
+    def _close_journal(self) -> None:
+        if self._journal is not None:
+            self._journal.close()
+
+    def _claim(self, identity: Mapping[str, object], restart: bool, files: Collection[str]) -> None:
         _check_no_links(self.out)
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UsageError(str(self.path), "is in the way and is no folder; remove it")
@@ -104,65 +106,40 @@ class PartialFolder:
             self.path.mkdir()
         elif not (self.path / JOURNAL).is_file() and {entry.name for entry in self.path.iterdir()} - OURS:
             raise UsageError(str(self.path), "is not of a job of ours; remove it, or choose another OUT")
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.read(self._lock, 1000).decode(errors="replace").strip()
-            raise UsageError(
-                str(self.path), f"a job is writing it ({holder or error.strerror}); wait for it, or end it"
-            ) from error
+        self._lock = lock_alone(self.path)
         if not is_new and not restart:
-            self._check_journal()
-        self._clear()
-        os.ftruncate(self._lock, 0)
-        os.pwrite(
-            self._lock,
-            f"host {os.uname().nodename}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n".encode(),
-            0,
-        )
-        self._write_journal("writing")
+            self._journal, self.durable = Journal.continued(self.path, identity)
+        self._clear({*files, JOURNAL} if self.durable.written else ())
+        if not self.durable.written:
+            self._close_journal()
+            self._journal = Journal.begun(self.path, identity)
+        share(self._lock)
 
-    def _check_journal(self) -> None:
-        try:
-            journal = json.loads((self.path / JOURNAL).read_bytes())
-            job, state = journal["job"], journal["state"]
-        except FileNotFoundError:
-            return  # killed before it wrote anything
-        except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(str(self.path / JOURNAL), "can't be understood; --restart begins anew") from error
-        if job != self._job:
-            raise UsageError(
-                str(self.path), "was left by a job of another source, target or options; --restart begins anew"
-            )
-        if state == "failed":
-            raise UsageError(
-                str(self.path),
-                "was left by this job when a digest did not hold, which can't be continued; --restart begins anew",
-            )
-
-    def _clear(self) -> None:
+    def _clear(self, kept: Collection[str]) -> None:
         for entry in self.path.iterdir():
-            if entry.name not in (LOCK, JOURNAL):
+            if entry.name != LOCK and entry.name not in kept:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
-    def _write_journal(self, state: str) -> None:
-        new = self.path / f"{JOURNAL}.new"
-        new.write_text(
-            json.dumps({"job": self._job, "identity": self._identity, "state": state}, indent=2, sort_keys=True) + "\n"
-        )
-        new.replace(self.path / JOURNAL)
+    def note(self, durable: Durable) -> None:
+        """Return when it is on the storage that this is durable."""
+        assert self._journal is not None
+        try:
+            self._journal.note(durable)
+        except OSError as error:
+            raise storage_error(self._journal.path, error, "write") from error
 
-    def fail(self) -> None:
+    def fail(self, why: str) -> None:
         """Note that what is here must not be continued."""
-        self._write_journal("failed")
+        assert self._journal is not None
+        self._journal.fail(why)
 
     def check_space(self, nbytes: int) -> None:
-        """StorageError when the file system has less than `nbytes` left."""
+        """StorageError when there is no room for `nbytes`, those included that are there already."""
         status = os.statvfs(self.path)
-        free = status.f_bavail * status.f_frsize
-        if free < nbytes:
-            raise StorageError(str(self.path), f"needs {nbytes} bytes, {free} are free; make room, or write elsewhere")
+        taken = sum(entry.stat().st_blocks * 512 for entry in self.path.iterdir())
+        room = status.f_bavail * status.f_frsize + taken
+        if room < nbytes:
+            raise StorageError(str(self.path), f"needs {nbytes} bytes, {room} are free; make room, or write elsewhere")
 
     def commit(self) -> None:
         """Make OUT of it: all names durable, then one rename."""

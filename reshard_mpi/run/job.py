@@ -1,7 +1,8 @@
 """One reshard job, in reading order: load, prepare, broadcast the plan, move the rounds, verify, commit."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,8 +17,9 @@ from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_
 from reshard_mpi.mpi.load import load_together
 from reshard_mpi.plan.plan import plan_arrays, plan_from_arrays
 from reshard_mpi.report import Progress
+from reshard_mpi.run.lock import SharedLock
 from reshard_mpi.run.move import Names, move_rounds
-from reshard_mpi.storage.files import create_file
+from reshard_mpi.storage.files import check_file, create_file
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoint.manifest import Case
@@ -48,6 +50,7 @@ class Job:
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
     overwrite: bool = False
     restart: bool = False
+    note_seconds: float = 30.0  # between two notes of what is durable
     progress: str = "off"
 
     @property
@@ -66,12 +69,13 @@ def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
         _check_equalities(comm, job, lead)
     names = comm.bcast(_on_lead(comm, lead, lambda lead: lead.begin()), root=ROOT)
     try:
-        written, measured = _write(comm, job, names, lead)
+        with _locked(comm, names):
+            written, measured = _write(comm, job, names, lead)
         stop.shield()  # it ended with an agreement, which was the last place to stop: what follows makes OUT visible
         _on_lead(comm, lead, lambda lead: lead.commit(written))
     except IntegrityError as error:
         if lead:
-            lead.partial.fail()
+            lead.partial.fail(str(error))
         message = f"{error.message}; what was written can't be continued: then use --restart"
         raise IntegrityError(error.where, message) from error
     finally:
@@ -116,7 +120,8 @@ def _write(
     plan = plan_from_arrays(broadcast_arrays(comm, list(plan_arrays(lead.prepared.plan)) if lead else None))
     _create_files(comm, names, lead)
     progress = Progress(int(plan.slabs.volume.sum()), job.progress if comm.rank == ROOT else "off")
-    moved = move_rounds(comm, plan, names, job.verify != "none", progress)
+    note = lead.note if lead else None
+    moved = move_rounds(comm, plan, names, job.verify != "none", progress, note, job.note_seconds)
     progress.close()
     all_moved = gather_all(comm, moved)
     written = _on_lead(comm, lead, lambda lead: lead.written(moved.digests for moved in all_moved))
@@ -127,12 +132,28 @@ def _write(
     return written, [moved.measured for moved in all_moved]
 
 
+@contextmanager
+def _locked(comm: MPI.Comm, names: Names) -> Iterator[None]:
+    """Collective: every rank holds the lock of OUT.partial as long as it may write there; rank 0 does anyway."""
+    with ExitStack() as held:
+        with agreed(comm):
+            if comm.rank != ROOT:
+                held.enter_context(SharedLock(names.target_folder))
+        yield
+
+
 def _create_files(comm: MPI.Comm, names: Names, lead: "Lead | None") -> None:
-    """Collective: every target file at its full size, with its header; each rank makes its share of them."""
-    mine = comm.scatter(lead.heads() if lead else None, root=ROOT)
+    """Collective: every target file at its full size, with its header; each rank makes its share of them.
+
+    Those that an earlier run has left are held against what they should be.
+    """
+    mine, are_there = comm.scatter(lead.heads() if lead else None, root=ROOT)
     with agreed(comm):
         for name, nbytes, head in mine:
-            create_file(names.target_folder / name, nbytes, head)
+            if are_there:
+                check_file(names.target_folder, name, nbytes, head)
+            else:
+                create_file(names.target_folder / name, nbytes, head)
 
 
 def _verify_target(comm: MPI.Comm, names: Names, lead: "Lead | None", written: "Case | None") -> None:

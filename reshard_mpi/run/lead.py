@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from reshard_mpi import __version__
 from reshard_mpi.check.audit import equal_groups
 from reshard_mpi.check.oracles import copy_oracles, oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
@@ -22,14 +23,16 @@ from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
 from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
 from reshard_mpi.plan.changes import Changes
+from reshard_mpi.plan.earlier import Earlier, Ranges, joined
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
-from reshard_mpi.run.move import Names
+from reshard_mpi.run.journal import Durable
+from reshard_mpi.run.move import Names, News
 from reshard_mpi.storage.cast import CastArray
-from reshard_mpi.storage.digests import algorithm_of, digest_name
-from reshard_mpi.storage.files import Files, create_file, is_on_nfs
+from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
+from reshard_mpi.storage.files import Files, create_file, file_stamps, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
@@ -92,11 +95,13 @@ class Lead:
         outgoing, faults = outgoing_of(self.changed, selection)
         raise_first(faults)
         assert outgoing is not None
-        round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
-        resources = Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
-        self.source, self.prepared = source, prepare(self.changed, outgoing, resources)
+        self.source, self.prepared = source, prepare(self.changed, outgoing, self._resources())
         self.warnings = [*source.warnings, *self.changes.warnings]
         warn(self.warnings)
+
+    def _resources(self) -> Resources:
+        round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
+        return Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
 
     def _writers(self) -> str:
         """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
@@ -135,11 +140,16 @@ class Lead:
         return self.source.headers[fragment.payload_file][fragment.payload_key]
 
     def begin(self) -> Names:
-        """Claim OUT.partial, where there must be room for all that will be written; what the plan's numbers stand for."""
+        """Claim OUT.partial, where there must be room for all that will be written; what the plan's numbers stand for.
+
+        What an earlier run of the same job has left there needs no doing again: then it is planned anew.
+        """
         job = self.job
         identity = {
+            "version": __version__,
             "source": str(job.source.resolve()),
             "manifest": self.source.parsed.text_digest,
+            "source files": file_stamps(job.source, filter(None, self.prepared.source_files)),
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
@@ -149,13 +159,67 @@ class Lead:
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
-        self.partial = PartialFolder(job.out, identity, job.restart)
+        self.partial = PartialFolder(job.out, identity, job.restart, [file.name for file in self.prepared.target_files])
         try:
             self.partial.check_space(self._expected_nbytes())
+            if self._is_continued:
+                self.prepared = prepare(self.changed, self.prepared.outgoing, self._resources(), self._earlier())
         except BaseException:
             self.partial.close()
             raise
         return self._names()
+
+    def _continued_nbytes(self) -> int:
+        """Of the tensors, what an earlier run has left."""
+        return sum(end - begin for parts in self.partial.durable.written.values() for begin, end in parts)
+
+    @property
+    def _is_continued(self) -> bool:
+        return bool(self.partial.durable.written)
+
+    def _earlier(self) -> Earlier:
+        """What the journal says, in the numbers of the plan. What it doesn't know of this plan can't be: the job is the same."""
+        durable, prepared = self.partial.durable, self.prepared
+        number = {tensor: index for index, tensor in enumerate(prepared.tensors)}
+        written = [(number[tensor], *part) for tensor, parts in durable.written.items() for part in parts]
+        verified = {(file, key) for file, keys in durable.verified.items() for key in keys}
+        is_verified = [place in verified for place in self._source_places()]
+        digests = [durable.digests.get(file, {}).get(key) for file, key in self._target_places()]
+        rows = [digest_row(f"sha256:{digest}" if digest else None) for digest in digests]
+        return Earlier(
+            Ranges(*np.array(written, np.int64).reshape(-1, 3).T),
+            np.array(is_verified, bool),
+            np.array(rows, np.int64).reshape(-1, 4),
+            np.array([digest is not None for digest in digests], bool),
+        )
+
+    def note(self, news: Sequence[News]) -> None:
+        """Note in the journal what has become durable, on all ranks."""
+        plan, source, target = self.prepared.plan, self._source_places(), self._target_places()
+        durable = Durable()
+        some = news[0].slabs
+        tensor, begin = plan.slab_tensor[some], plan.slab_begin[some]
+        ranges = joined(Ranges(tensor, begin, begin + plan.slabs.take(some).volume))
+        for number, first, end in zip(*(column.tolist() for column in ranges), strict=True):
+            durable.written.setdefault(self.prepared.tensors[number], []).append((first, end))
+        for of_rank in news:
+            for array in of_rank.verified:
+                file, key = source[array]
+                durable.verified.setdefault(file, []).append(key)
+            for array, digest in of_rank.digests.items():
+                file, key = target[array]
+                durable.digests.setdefault(file, {})[key] = digest.hex()
+        self.partial.note(durable)
+
+    def _source_places(self) -> list[tuple[str, str]]:
+        """(file, key) of each source array of the plan, as it is stored."""
+        files = (fragments[0].payload_file for fragments in self.prepared.source_fragments)
+        return list(zip(files, self._source_keys(), strict=True))
+
+    def _target_places(self) -> list[tuple[str, str]]:
+        """(file, key) of each target array of the plan."""
+        outgoing = self.prepared.outgoing
+        return [(outgoing.files[array.rank], array.key) for array in outgoing.arrays]
 
     def _expected_nbytes(self) -> int:
         """Bytes of OUT: the shards, the manifest (about), the oracles."""
@@ -198,10 +262,10 @@ class Lead:
         }
         return {file: arrays for file, arrays in found.items() if arrays}
 
-    def heads(self) -> list[list[tuple[str, int, bytes]]]:
-        """For each rank, the files that it creates: name, length, first bytes."""
+    def heads(self) -> list[tuple[list[tuple[str, int, bytes]], bool]]:
+        """For each rank, the files that it creates: name, length, first bytes; and whether they are there already."""
         files = [(file.name, file.nbytes, file.head) for file in self.prepared.target_files]
-        return [files[rank :: self.nranks] for rank in range(self.nranks)]
+        return [(files[rank :: self.nranks], self._is_continued) for rank in range(self.nranks)]
 
     def written(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
@@ -306,6 +370,7 @@ class Lead:
             memory_nbytes=job.memory_nbytes,
             verify=job.verify,
             unread_replica_nbytes=unread_nbytes,
+            continued_nbytes=self._continued_nbytes(),
             noracles=len(case.oracles),
             changes=self.changes.facts(),
             infinite=self.infinite,

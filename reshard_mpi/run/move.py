@@ -5,19 +5,23 @@ reading      read 0    read 1    read 2
 main (MPI)             move 0    move 1    move 2
 writing                          write 0   write 1
 
-Rounds in which nothing crosses from rank to rank need no communication; every so many bytes the ranks agree that all is well.
+Rounds in which nothing crosses from rank to rank need no communication; every so many bytes the ranks agree that all is well. Now
+and then, and before they stop, they make durable what they have written, and rank 0 notes it.
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
-from reshard_mpi.mpi.comm import Agreement, agreed, raise_together
+from reshard_mpi.errors import Interrupted
+from reshard_mpi.mpi.comm import Agreement, agreed, gather_all, raise_together
 from reshard_mpi.mpi.exchange import Exchanger
 from reshard_mpi.plan.plan import WRITE_BUFFERS, Plan
 from reshard_mpi.plan.rounds import Copies, RoundWork, expand_round
@@ -52,8 +56,29 @@ class Moved:
     infinite: Mapping[int, int]  # finite elements that have become so, by tensor of the plan
 
 
-def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress) -> Moved:
-    """Collective: every round of the plan, written durably. The error of any rank is raised on all."""
+@dataclass(frozen=True)
+class News:
+    """What has become durable since it was last noted.
+
+    `slabs` of the plan, the same on all ranks; and what this rank knows of arrays, by number: those of the source that hold their
+    digests, and the digests of the target's.
+    """
+
+    slabs: slice
+    verified: Sequence[int]
+    digests: Mapping[int, bytes]
+
+
+Note = Callable[[Sequence[News]], None]  # takes the news of all ranks, in their order
+
+
+def move_rounds(
+    comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress, note: Note | None, note_seconds: float
+) -> Moved:
+    """Collective: every round of the plan, written durably. The error of any rank is raised on all.
+
+    `note`, on rank 0, is told about every `note_seconds`, and before the ranks stop because of a signal, what is durable.
+    """
     with (
         Files(names.source_folder) as source,
         Files(names.source_folder) as copied,  # for the thread that writes
@@ -77,13 +102,20 @@ def move_rounds(comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progres
         exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
             copy = partial(writer.copy, copied, names.source_files)
-            _run(comm, plan, _Pipeline(plan, comm.rank, reader, writer, copy, reading, writing), exchanger, progress)
-        digests: dict[int, bytes] = {}
-        with agreed(comm):
-            reader.finish()
-            writer.sync()
-        with agreed(comm):
-            digests = writer.digests()
+            pipeline = _Pipeline(plan, comm.rank, reader, writer, copy, reading, writing)
+            recorder = _Recorder(comm, plan, pipeline, note, note_seconds)
+            digests: dict[int, bytes] = {}
+            try:
+                _run(comm, plan, pipeline, exchanger, progress, recorder)
+                with agreed(comm):
+                    reader.finish(_to_verify(plan, comm.rank) if hashing else ())
+                    writer.sync()
+                with agreed(comm):
+                    digests = writer.digests()
+            except Interrupted:
+                recorder.record()
+                raise
+            recorder.record_the_end()
     return Moved(digests, _measured(reader, writer, exchanger), reader.infinite)
 
 
@@ -141,21 +173,86 @@ class _Pipeline:
                 )
 
     def finish(self) -> None:
-        for write in self._writes:
-            write.result()
+        """Return when all has been written that is to be; an expected error is in the agreement."""
+        while self._writes:
+            self._writes.pop().result()
+
+    def make_durable(self) -> None:
+        """Return when all that is written is on the storage, too; raises an expected error."""
+        self.finish()
+        if self.agreement.error:
+            raise self.agreement.error
+        self._writer.sync()
+
+    def news(self, slabs: slice, nverified: int) -> News:
+        """What this rank knows of its arrays, without the `nverified` of which was told before."""
+        return News(slabs, self._reader.verified[nverified:], self._writer.digests_so_far())
 
 
-def _run(comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, progress: Progress) -> None:
-    between = max(NBYTES_BETWEEN_AGREEMENTS // max(plan.buffer_nbytes, 1), 1)
+class _Recorder:
+    """Has noted, now and then, what is durable."""
+
+    def __init__(self, comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, note: Note | None, note_seconds: float):
+        self._comm, self._plan, self._pipeline, self._note, self.seconds = comm, plan, pipeline, note, note_seconds
+        self.nrounds = 0  # done, unless the next agreement says otherwise
+        self._began = self._noted = time.monotonic()
+        self._nslabs, self._nverified = 0, 0
+        self._told: set[int] = set()  # target arrays whose digests are noted
+
+    @property
+    def is_due(self) -> bool:
+        """Rank 0 says when."""
+        return self._note is not None and time.monotonic() - self._noted >= self.seconds
+
+    def record(self) -> None:
+        """Collective: make durable what the rounds done so far have written, and have it noted. A signal doesn't disturb it."""
+        with agreed(self._comm, stoppable=False):
+            self._pipeline.make_durable()
+        reached = int(self._plan.round_first[self.nrounds])
+        news = self._pipeline.news(slice(self._nslabs, reached), self._nverified)
+        new = {array: digest for array, digest in news.digests.items() if array not in self._told}
+        all_news = gather_all(self._comm, replace(news, digests=new))
+        with agreed(self._comm, stoppable=False):
+            if self._note is not None:
+                self._note(all_news)
+        self._nslabs, self._nverified = reached, self._nverified + len(news.verified)
+        self._told |= new.keys()
+        self._noted = time.monotonic()
+
+    def record_the_end(self) -> None:
+        """Collective: of a job that took long what is done is noted, too, before it is verified and made visible."""
+        is_due = self._note is not None and time.monotonic() - self._began >= self.seconds
+        if raise_together(self._comm, None, is_due, stoppable=False):
+            self.record()
+
+
+def _to_verify(plan: Plan, rank: int) -> list[int]:
+    """The source arrays that this rank must hold against their digests, also those that an earlier run has moved."""
+    arrays = plan.source.arrays
+    return np.flatnonzero((arrays.hasher == rank) & (arrays.has_digest > 0)).tolist()
+
+
+def _run(
+    comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, progress: Progress, recorder: _Recorder
+) -> None:
+    nbytes = NBYTES_BETWEEN_AGREEMENTS if recorder.seconds else 0  # all ranks know it alike
+    between = max(nbytes // max(plan.buffer_nbytes, 1), 1)
     for number in range(plan.nrounds):
         work, read_buffer, write_buffer = pipeline.next_round(number)
         exchanger.exchange(work, read_buffer, write_buffer)
         pipeline.write_behind(number, work)
         progress.advance(int(plan.slabs.take(plan.round_slabs(number)).volume.sum()))
         if (number + 1) % between == 0:
-            raise_together(comm, pipeline.agreement.error)
+            _agree(comm, pipeline, recorder, number + 1)
     pipeline.finish()
-    raise_together(comm, pipeline.agreement.error)
+    _agree(comm, pipeline, recorder, plan.nrounds)
+
+
+def _agree(comm: MPI.Comm, pipeline: _Pipeline, recorder: _Recorder, nrounds: int) -> None:
+    """Collective: have these rounds gone well, and is anybody to stop?"""
+    recorder.nrounds = nrounds
+    if raise_together(comm, pipeline.agreement.error, recorder.is_due):
+        recorder.record()
 
 
 def _measured(reader: Reader, writer: Writer, exchanger: Exchanger) -> dict[str, int | float]:

@@ -8,7 +8,7 @@ import heapq
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -74,6 +74,7 @@ class Reader:
         self._shown = sorted((int(arrays.file[array]), cast.begin, array) for array, cast in self._casts.items())
         self._caster = Caster(buffer_nbytes if self._casts else 0)
         self.infinite: Counter[int] = Counter()  # elements that have become so, by tensor
+        self.verified: list[int] = []  # arrays that hold their digests, as it turns out
         self.work = Work()
 
     def buffer(self, number: int) -> Bytes:
@@ -143,8 +144,10 @@ class Reader:
             self._digests[array] = RunningDigest(nbytes, algorithm)
         return self._digests[array]
 
-    def finish(self) -> None:
-        """Hash what is left of every array: padding after its last box, and what came out of order."""
+    def finish(self, arrays: Iterable[int] = ()) -> None:
+        """Hash what is left of every array, and of these `arrays`: padding, what came out of order or in no round."""
+        for array in arrays:
+            self.digest_of(array)
         for array, running in self._digests.items():
             if not running.is_complete:
                 self._catch_up(array, running, running.nbytes)
@@ -161,6 +164,7 @@ class Reader:
                 f"array {self._keys[array]!r} has digest {found}, expected {expected}; its bytes have "
                 "changed since it was saved: get the shard anew",
             )
+        self.verified.append(array)
 
 
 class Writer:
@@ -238,6 +242,10 @@ class Writer:
         for file in sorted(self._written):
             self._files.sync(self._names[file])
         self.work.seconds += time.perf_counter() - started
+
+    def digests_so_far(self) -> dict[int, bytes]:
+        """The SHA-256 of those arrays of which all has been written and hashed on the way."""
+        return {array: running.digest() for array, running in self._hashed.items() if running.is_complete}
 
     def digests(self) -> dict[int, bytes]:
         """The SHA-256 of this rank's share of the arrays; all ranks must have written and synced before."""

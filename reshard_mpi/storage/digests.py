@@ -88,7 +88,7 @@ class RunningDigest:
 
     @property
     def is_complete(self) -> bool:
-        return self._position == self.nbytes
+        return self._position == self.nbytes and self._hash is not None
 
     def digest(self) -> bytes:
         assert self._hash is not None and self.is_complete

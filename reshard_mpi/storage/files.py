@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import InputError, StorageError, storage_error
+from reshard_mpi.errors import InputError, StorageError, UsageError, storage_error
 from reshard_mpi.storage.shown import OpenArray, ShownArray
 
 NFS_SUPER_MAGIC = 0x6969
@@ -186,6 +186,26 @@ def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
         raise storage_error(path, error, f"write {nbytes} bytes to") from error
 
 
+def check_file(folder: Path, name: str, nbytes: int, head: bytes | bytearray) -> None:
+    """UsageError unless the file is what `create_file` made of it: as long, and with the same beginning."""
+    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        is_same = os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
+    except OSError as error:
+        raise storage_error(folder / name, error, "read") from error
+    finally:
+        os.close(fd)
+    if not is_same:
+        raise UsageError(str(folder / name), "isn't as the job before left it; --restart begins anew")
+
+
+def _beginning(fd: int, nbytes: int) -> bytes:
+    found = b""
+    while len(found) < nbytes and (part := os.pread(fd, nbytes - len(found), len(found))):
+        found += part
+    return found
+
+
 def _allocate(fd: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, nbytes)
@@ -193,6 +213,18 @@ def _allocate(fd: int, nbytes: int) -> None:
         if error.errno in (28, 122):  # ENOSPC, EDQUOT: what we came to find out
             raise
         os.ftruncate(fd, nbytes)  # a file system that can't allocate ahead
+
+
+def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Length and time of the last change (ns) of each of these files: what changes when a file does."""
+    found = {}
+    for name in names:
+        try:
+            status = os.stat(folder / name)
+        except OSError as error:
+            raise storage_error(folder / name, error, "look at") from error
+        found[name] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 def is_on_nfs(path: Path) -> bool:

@@ -1,0 +1,144 @@
+"""The journal of OUT.partial: of which job it is, and what of it is durable already.
+
+JSON, a line each: the first says of which job it is (whatever decides the bytes of OUT), each later one what has become durable
+since. A line is synced before anything relies on it; the last one may be torn, and then doesn't count. What is noted depends
+neither on the ranks nor on their memory: ranges of the bytes of tensors, in row-major order, and arrays by file and key.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from reshard_mpi.errors import UsageError
+from reshard_mpi.storage.files import sync_folder
+
+JOURNAL = "journal.jsonl"
+LARGEST_JOURNAL = 1 << 30
+
+
+class Durable(Struct, frozen=True, forbid_unknown_fields=True):
+    """What is on the storage and synced.
+
+    `written`: of tensors, by id, the bytes [begin, end) that are in every array of the target that holds them. `verified`: of
+    source files, the keys of the arrays that were held against their digests. `digests`: of target files, by key, the SHA-256 of
+    arrays in hex.
+    """
+
+    written: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    verified: dict[str, list[str]] = field(default_factory=dict)
+    digests: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def add(self, other: "Durable") -> None:
+        for tensor, ranges in other.written.items():
+            self.written.setdefault(tensor, []).extend(ranges)
+        for file, keys in other.verified.items():
+            self.verified.setdefault(file, []).extend(keys)
+        for file, digests in other.digests.items():
+            self.digests.setdefault(file, {}).update(digests)
+
+
+class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of the three is there."""
+
+    identity: dict[str, Any] | None = None
+    durable: Durable | None = None
+    failed: str | None = None
+
+
+class Journal:
+    """The journal of one job, open to be added to. An OSError is the caller's to tell."""
+
+    def __init__(self, folder: Path, fd: int):
+        self.path, self._fd = folder / JOURNAL, fd
+
+    @classmethod
+    def begun(cls, folder: Path, identity: Mapping[str, object]) -> "Journal":
+        """A new journal, in the place of any that was there."""
+        new = folder / f"{JOURNAL}.new"
+        journal = cls(folder, os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666))
+        journal._append(_Line(identity=dict(identity)))
+        new.replace(journal.path)
+        sync_folder(folder)
+        return journal
+
+    @classmethod
+    def continued(cls, folder: Path, identity: Mapping[str, object]) -> "tuple[Journal | None, Durable]":
+        """The journal that is there, and what it says is durable; None where there is none.
+
+        UsageError when it is of another job, of one whose digests did not hold, or can't be understood.
+        """
+        path = folder / JOURNAL
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None, Durable()  # killed before it wrote anything
+        try:
+            lines = _whole_lines(fd, path)
+            return cls(folder, fd), _said(lines, path, identity)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def note(self, durable: Durable) -> None:
+        """Return when it is on the storage that this is durable."""
+        self._append(_Line(durable=durable))
+
+    def fail(self, why: str) -> None:
+        """What is here must not be continued."""
+        self._append(_Line(failed=why))
+
+    def _append(self, line: _Line) -> None:
+        text = memoryview(msgspec.json.encode(line) + b"\n")
+        while text:
+            text = text[os.write(self._fd, text) :]
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _whole_lines(fd: int, path: Path) -> list[bytes]:
+    """The lines of the file, which afterwards ends with the last whole one."""
+    if os.fstat(fd).st_size > LARGEST_JOURNAL:
+        raise _foreign(path)
+    with open(fd, "rb", closefd=False) as file:
+        lines = file.read().split(b"\n")
+    torn = lines.pop()
+    if torn:
+        os.ftruncate(fd, sum(len(line) + 1 for line in lines))
+    return lines
+
+
+def _said(lines: list[bytes], path: Path, identity: Mapping[str, object]) -> Durable:
+    try:
+        first, *rest = (msgspec.json.decode(line, type=_Line) for line in lines)
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:
+        raise _foreign(path) from error
+    if first.identity is None:
+        raise _foreign(path)
+    mine = json.loads(json.dumps(identity))  # as it is read: no tuples
+    differs = sorted(key for key in mine.keys() | first.identity.keys() if mine.get(key) != first.identity.get(key))
+    if differs:
+        raise UsageError(
+            str(path.parent), f"was left by a job with another {' and '.join(differs)}; --restart begins anew"
+        )
+    found = Durable()
+    for line in rest:
+        if line.failed is not None:
+            raise UsageError(
+                str(path.parent),
+                "was left by this job when a digest did not hold, which can't be continued; --restart begins anew",
+            )
+        found.add(line.durable or Durable())
+    return found
+
+
+def _foreign(path: Path) -> UsageError:
+    return UsageError(str(path), "can't be understood; --restart begins anew")
