@@ -53,6 +53,7 @@ class Lead:
     prepared: Prepared
     partial: PartialFolder
     layout: LayoutFile | None
+    continued_nbytes = 0  # of the tensors, what an earlier run has left
 
     def __init__(self, job: "Job", nranks: int):
         self.job, self.nranks = job, nranks
@@ -163,24 +164,27 @@ class Lead:
         try:
             self.partial.check_space(self._expected_nbytes())
             if self._is_continued:
+                all_nbytes = self.prepared.plan.slabs.volume.sum()
                 self.prepared = prepare(self.changed, self.prepared.outgoing, self._resources(), self._earlier())
+                self.continued_nbytes = int(all_nbytes - self.prepared.plan.slabs.volume.sum())
         except BaseException:
             self.partial.close()
             raise
         return self._names()
-
-    def _continued_nbytes(self) -> int:
-        """Of the tensors, what an earlier run has left."""
-        return sum(end - begin for parts in self.partial.durable.written.values() for begin, end in parts)
 
     @property
     def _is_continued(self) -> bool:
         return bool(self.partial.durable.written)
 
     def _earlier(self) -> Earlier:
-        """What the journal says, in the numbers of the plan. What it doesn't know of this plan can't be: the job is the same."""
+        """What the journal says, in the numbers of the plan."""
         durable, prepared = self.partial.durable, self.prepared
         number = {tensor: index for index, tensor in enumerate(prepared.tensors)}
+        unknown = durable.written.keys() - number.keys()
+        if unknown:
+            raise UsageError(
+                str(self.partial.path), f"its journal names tensors that OUT hasn't: {names(unknown)}; --restart"
+            )
         written = [(number[tensor], *part) for tensor, parts in durable.written.items() for part in parts]
         verified = {(file, key) for file, keys in durable.verified.items() for key in keys}
         is_verified = [place in verified for place in self._source_places()]
@@ -370,7 +374,7 @@ class Lead:
             memory_nbytes=job.memory_nbytes,
             verify=job.verify,
             unread_replica_nbytes=unread_nbytes,
-            continued_nbytes=self._continued_nbytes(),
+            continued_nbytes=self.continued_nbytes,
             noracles=len(case.oracles),
             changes=self.changes.facts(),
             infinite=self.infinite,

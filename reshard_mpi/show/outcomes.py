@@ -26,7 +26,9 @@ def summary_text(report: Mapping[str, Any]) -> str:
     changed = changes_text(report["changes"])
     lines += [f"  {changed}"] if changed else []
     if report["continued_nbytes"]:
-        lines.append(f"  continued: {size_text(report['continued_nbytes'])} of the tensors were there from an earlier run")
+        lines.append(
+            f"  continued: {size_text(report['continued_nbytes'])} of the tensors were there from an earlier run"
+        )
     for phase, data in report["phases"].items():
         rate = rate_text(data["nbytes"], data["seconds"])
         lines.append(f"  {phase:<9}{size_text(data['nbytes']):>11}  {data['seconds']:8.2f} s  {rate:>12}")

@@ -12,6 +12,7 @@ from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError
 from reshard_mpi.run import commit
 from reshard_mpi.run.commit import JOURNAL, LOCK, PartialFolder, check_out, check_paths, partial_of
+from reshard_mpi.run.journal import Durable
 
 MINE, OTHER = {"target": "tp=2"}, {"target": "tp=4"}
 
@@ -27,7 +28,7 @@ def left_behind(out: Path, identity=MINE, failed: bool = False) -> None:
     (partial.path / "sub").mkdir()
     (partial.path / "sub" / "file").write_bytes(b"x")
     if failed:
-        partial.fail()
+        partial.fail("array 'w' has another digest")
     partial.close()  # as the kernel does when a process ends, however it ends
 
 
@@ -173,6 +174,33 @@ def test_what_the_same_job_left_is_taken_over(out):
     assert sorted(entry.name for entry in out.iterdir()) == [CASE_FILE]
 
 
+WRITTEN = Durable(written={"w": [(0, 4)]}, verified={"rank-00000.safetensors": ["w"]})
+
+
+def test_what_is_durable_is_kept_for_the_same_job_and_nothing_else_is(out):
+    partial = begin(out)
+    (partial.path / "rank-00000.safetensors").write_bytes(b"half")
+    (partial.path / CASE_FILE).write_text("{}")
+    partial.note(WRITTEN)
+    partial.close()
+    partial = PartialFolder(out, MINE, restart=False, files=["rank-00000.safetensors"])
+    assert partial.durable == WRITTEN
+    assert sorted(entry.name for entry in partial.path.iterdir()) == sorted([JOURNAL, LOCK, "rank-00000.safetensors"])
+    partial.note(Durable(written={"w": [(4, 9)]}))
+    partial.close()
+    assert PartialFolder(out, MINE, restart=False).durable.written == {"w": [(0, 4), (4, 9)]}
+
+
+def test_restart_keeps_nothing(out):
+    partial = begin(out)
+    (partial.path / "rank-00000.safetensors").write_bytes(b"half")
+    partial.note(WRITTEN)
+    partial.close()
+    partial = PartialFolder(out, MINE, restart=True, files=["rank-00000.safetensors"])
+    assert partial.durable == Durable()
+    assert sorted(entry.name for entry in partial.path.iterdir()) == sorted([JOURNAL, LOCK])
+
+
 def test_the_order_of_options_makes_no_other_job(out):
     left_behind(out, {"a": 1, "b": [2]})
     begin(out, {"b": [2], "a": 1})
@@ -180,7 +208,7 @@ def test_the_order_of_options_makes_no_other_job(out):
 
 def test_what_another_job_left_is_refused_until_restart(out):
     left_behind(out, OTHER)
-    with pytest.raises(UsageError, match="another source, target or options; --restart"):
+    with pytest.raises(UsageError, match="by a job with another target; --restart"):
         begin(out)
     assert (out.with_name("out.partial") / "rank-00000.safetensors").read_bytes() == b"half"
 
@@ -312,9 +340,12 @@ def test_space_that_is_not_there_is_a_storage_error_with_both_numbers(out, monke
     with pytest.raises(StorageError, match=f"needs {1 << 60} bytes, .* are free"):
         partial.check_space(1 << 60)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
-    partial.check_space(free.f_bavail * free.f_frsize)
+    (partial.path / "rank-00000.safetensors").write_bytes(bytes(1 << 20))  # there already, so it needs no room
+    room = free.f_bavail * free.f_frsize + sum(entry.stat().st_blocks * 512 for entry in partial.path.iterdir())
+    assert room >= free.f_bavail * free.f_frsize + (1 << 20)
+    partial.check_space(room)
     with pytest.raises(StorageError):
-        partial.check_space(free.f_bavail * free.f_frsize + 1)
+        partial.check_space(room + 1)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False], ids=["in one step", "on a file system that can't exchange"])

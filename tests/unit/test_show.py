@@ -119,6 +119,7 @@ def report(verify="source", **changes) -> dict:
         "nrounds": 3,
         "verify": verify,
         "unread_replica_nbytes": 0,
+        "continued_nbytes": 0,
         "noracles": 1,
         "seconds": 1.5,
         "changes": {},
@@ -132,6 +133,11 @@ def test_a_job_is_summed_up_in_few_lines():
     assert text.startswith("a (tp=2) -> b (single)\n  1 tensor, 1 fragment, 1 shard, 2 ranks, 3 rounds\n")
     assert "  read         4.0 MiB      0.50 s     0.01 GB/s" in text
     assert "busiest rank 1.33 of the mean" in text
+
+
+def test_a_job_that_went_on_says_where():
+    lines = summary_text(report(continued_nbytes=3 << 20)).splitlines()
+    assert "  continued: 3.0 MiB of the tensors were there from an earlier run" in lines
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,269 @@
+"""The same command goes on where a job was stopped or killed, with any ranks and memory, and OUT is as if nothing had been."""
+
+import contextlib
+import filecmp
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.outcome import AT, assert_done, assert_refused, write_sample
+from tests.jobs.test_interrupted import rank_pids, wait_for
+from tests.mpirun import run_mpi, run_python_mpi, started_python_mpi
+
+# A program that gets SIGUSR1 when rank 1 is about to move for the fourth time.
+STOPPED_ON_THE_WAY = f"""{AT}
+import signal
+moves = iter(range(10**9))
+def stop():
+    if next(moves) == 3:
+        os.kill(os.getpid(), signal.SIGUSR1)
+at("reshard_mpi.mpi.exchange:Exchanger.exchange", 1, stop)
+main()
+"""
+NOTING = ("--journal-every", 0, "--progress", "off")
+SMALL = ("--memory", "1M")  # some ten rounds for the sample
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("sample") / "sample", "8M", dp=2)
+
+
+def assert_equal_folders(a: Path, b: Path) -> None:
+    names = sorted(entry.name for entry in a.iterdir())
+    assert names == sorted(entry.name for entry in b.iterdir())
+    for name in names:
+        assert filecmp.cmp(a / name, b / name, shallow=False), name
+
+
+def stopped(sample: Path, out: Path, *options: object, nranks: int = 3) -> None:
+    """A job that stops after a few of its rounds."""
+    arguments = ("reshard", sample, out, *options, *SMALL, *NOTING)
+    done = run_python_mpi(nranks, "-c", STOPPED_ON_THE_WAY, *arguments)
+    assert_refused(done, 75, "signal", "goes on from there", out=out)
+    assert (out.with_name("out.partial") / "journal.jsonl").is_file()
+
+
+def continued(nranks: int, report: Path, *arguments: object, mpi: str = "mpich") -> dict:
+    """The report of a job that must have gone on, and have read less than everything for it."""
+    done = assert_done(run_mpi(nranks, *arguments, "--report", report, "--progress", "off", mpi=mpi))
+    facts = json.loads(report.read_text())
+    assert facts["continued_nbytes"] > 0
+    assert "continued: " in done
+    return facts
+
+
+JOBS = [
+    # what, ranks that go on, options
+    ("several files", 5, ("--target", "tp=4")),
+    ("one file", 2, ("--target", "single")),
+    ("one writer a file", 5, ("--target", "tp=3", "--writers", "owner")),
+    ("nothing hashed", 2, ("--target", "tp=4", "--verify", "none")),
+    ("read back", 1, ("--target", "fsdp=2", "--verify", "full")),
+    ("cast and renamed", 2, ("--target", "tp=4", "--cast", "float32", "--rename", "^model=>m")),
+    ("HDF5", 4, ("--target", "tp=3", "--format", "hdf5")),
+    ("Hugging Face", 5, ("--format", "hf", "--max-shard-size", "2MB", "--target", "single")),
+]
+
+
+@pytest.mark.parametrize(("what", "nranks", "options"), JOBS, ids=[what for what, *_ in JOBS])
+def test_after_a_signal_the_same_command_goes_on(tmp_path, sample, what, nranks, options):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    assert_done(run_mpi(3, "reshard", sample, expected, *options, "--progress", "off"))
+    stopped(sample, out, *options)
+    facts = continued(nranks, tmp_path / "report", "reshard", sample, out, *options, "--memory", "1500K")
+    whole = sum(entry.stat().st_size for entry in out.iterdir())
+    assert facts["phases"]["write"]["nbytes"] <= whole - facts["continued_nbytes"]
+    assert_equal_folders(expected, out)
+    assert not out.with_name("out.partial").exists()
+
+
+def test_it_goes_on_again_and_again(tmp_path, sample):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    assert_done(run_mpi(3, "reshard", sample, expected, "--target", "tp=4"))
+    there = []
+    for nranks in (3, 2, 4):
+        stopped(sample, out, "--target", "tp=4", nranks=nranks)
+        lines = (tmp_path / "out.partial" / "journal.jsonl").read_text().splitlines()
+        parts = [json.loads(line).get("durable", {}).get("written", {}) for line in lines]
+        there.append(sum(end - begin for written in parts for ranges in written.values() for begin, end in ranges))
+    assert there == sorted(set(there)), "each run adds to what is there"
+    continued(1, tmp_path / "report", "reshard", sample, out, "--target", "tp=4", *SMALL)
+    assert_equal_folders(expected, out)
+
+
+# Killed
+
+
+KILLS, SEEDS = 4, (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("mpi", "seed"), [("mpich", seed) for seed in SEEDS] + [("openmpi", seed) for seed in SEEDS[:2]], ids=str
+)
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, mpi, seed):
+    """Twenty kills in all, of one rank or of all of them."""
+    dice = random.Random(seed)
+    sample = write_sample(tmp_path / "sample", "24M", seed=seed)
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    command = ("reshard", sample, out, "--target", "tp=4")
+    assert_done(run_mpi(4, "reshard", sample, expected, "--target", "tp=4", "--progress", "off", mpi=mpi))
+    killed = 0
+    for _ in range(4 * KILLS):
+        if killed == KILLS:
+            break
+        memory = dice.choice(["150K", "200K"])
+        killed += kill_at_random(dice, tmp_path, (*command, "--memory", memory, *NOTING), mpi)
+        assert not out.exists()
+    assert killed == KILLS
+    continued(dice.choice([1, 2, 3, 5]), tmp_path / "report", *command, "--memory", "2M", mpi=mpi)
+    assert_equal_folders(expected, out)
+
+
+def kill_at_random(dice: random.Random, folder: Path, command: tuple[object, ...], mpi: str) -> bool:
+    """Start the command, and kill one rank or all of them after it has noted something new; was it killed in time?"""
+    journal = folder / "out.partial" / "journal.jsonl"
+    nranks = dice.choice([2, 3, 4])
+    size = journal.stat().st_size if journal.exists() else 0
+    with started_python_mpi(nranks, "-m", "reshard_mpi", *command, mpi=mpi) as process:
+        wait_for(lambda: process.poll() is not None or (journal.exists() and journal.stat().st_size > size + 500))
+        time.sleep(dice.uniform(0, 0.15))
+        pids = list(rank_pids(folder / "out").values())
+        for pid in dice.sample(pids, dice.choice([1, len(pids)])) if pids else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        return process.returncode != 0
+
+
+# What must not be continued
+
+
+def touch(sample: Path, partial: Path) -> None:
+    os.utime(sample / "rank-00001.safetensors", ns=(1, 1))
+
+
+def lengthen(sample: Path, partial: Path) -> None:
+    with open(sample / "case.json", "a") as file:
+        file.write("\n")
+
+
+def of_another_version(sample: Path, partial: Path) -> None:
+    journal = partial / "journal.jsonl"
+    first, _, rest = journal.read_text().partition("\n")
+    line = json.loads(first)
+    line["identity"]["version"] += ".1"
+    journal.write_text(json.dumps(line) + "\n" + rest)
+
+
+def cut_target(sample: Path, partial: Path) -> None:
+    os.truncate(partial / "rank-00001.safetensors", 100_000)
+
+
+def remove_target(sample: Path, partial: Path) -> None:
+    (partial / "rank-00001.safetensors").unlink()
+
+
+def other_header(sample: Path, partial: Path) -> None:
+    with open(partial / "rank-00001.safetensors", "r+b") as file:
+        file.seek(20)
+        file.write(b"?")
+
+
+CHANGES = [
+    # what has happened meanwhile, how, exit code, words
+    ("a shard of the source was written again", touch, 2, ("another source files", "--restart")),
+    ("the manifest was changed", lengthen, 2, ("another manifest", "--restart")),
+    ("the program is another one", of_another_version, 2, ("another version", "--restart")),
+    ("a target file is shorter", cut_target, 2, ("rank-00001.safetensors", "--restart")),
+    ("a target file is gone", remove_target, 5, ("rank-00001.safetensors",)),
+    ("a target file has another header", other_header, 2, ("rank-00001.safetensors", "--restart")),
+]
+
+
+@pytest.mark.parametrize(("what", "change", "code", "words"), CHANGES, ids=[what for what, *_ in CHANGES])
+def test_what_can_not_be_continued_is_refused_until_restart(tmp_path, what, change, code, words):
+    sample, out = write_sample(tmp_path / "sample", "8M"), tmp_path / "out"
+    stopped(sample, out, "--target", "tp=4")
+    change(sample, tmp_path / "out.partial")
+    command = ("reshard", sample, out, "--target", "tp=4", "--progress", "off")
+    assert_refused(run_mpi(3, *command), code, *words, out=out)
+    assert_done(run_mpi(3, *command, "--restart"))
+    assert_done(run_mpi(2, "compare", sample, out, "--progress", "off"))
+
+
+def test_another_target_is_refused_until_restart(tmp_path, sample):
+    out = tmp_path / "out"
+    stopped(sample, out, "--target", "tp=4")
+    other = ("reshard", sample, out, "--target", "tp=2", "--progress", "off")
+    assert_refused(run_mpi(2, *other), 2, "another target", "--restart", out=out)
+    assert_done(run_mpi(2, *other, "--restart"))
+
+
+def test_bytes_that_changed_between_two_runs_are_found_though_they_were_moved_by_the_first(tmp_path):
+    """A shard that says it wasn't changed, but was: a digest that wasn't complete is computed from its beginning."""
+    sample, out = write_sample(tmp_path / "sample", "8M"), tmp_path / "out"
+    stopped(sample, out, "--target", "tp=4")
+    for shard in sorted(sample.glob("rank-*")):
+        times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
+        with open(shard, "r+b") as file:
+            for position in range(1 << 17, shard.stat().st_size, 1 << 17):  # in each array that is large
+                file.seek(position)
+                byte = file.read(1)
+                file.seek(position)
+                file.write(bytes([byte[0] ^ 1]))
+        os.utime(shard, ns=times)
+    command = ("reshard", sample, out, "--target", "tp=4", "--progress", "off")
+    assert_refused(run_mpi(3, *command), 4, "digest", "--restart", out=out)
+    assert_refused(run_mpi(3, *command), 2, "can't be continued", "--restart", out=out)
+
+
+# The lock
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from reshard_mpi.run.lock import SharedLock
+with SharedLock(Path(sys.argv[1])):
+    print("holds", flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def lingering(partial: Path, seconds: float):
+    """A rank of a job that was stopped is still there."""
+    python = run_python_mpi(1, "-c", "import sys; print(sys.executable)").stdout.strip()
+    with subprocess.Popen([python, "-c", HOLDS, partial, str(seconds)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "holds\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_as_long_as_any_rank_of_the_last_run_lives_nobody_else_begins(tmp_path, sample):
+    out = tmp_path / "out"
+    command = ("reshard", sample, out, "--target", "tp=4", *SMALL, "--progress", "off")
+    stopped(sample, out, "--target", "tp=4")
+    with lingering(tmp_path / "out.partial", 60):
+        assert_refused(run_mpi(2, *command), 2, "a job is writing it (host ", out=out)
+        assert_refused(run_mpi(2, *command, "--restart"), 2, "a job is writing it (host ", out=out)
+    continued(2, tmp_path / "report", *command)
+
+
+def test_the_same_slurm_job_waits_for_the_ranks_of_its_last_run(tmp_path, sample):
+    out, job = tmp_path / "out", {"SLURM_JOB_ID": "77"}
+    arguments = ("reshard", sample, out, "--target", "tp=4", *SMALL, *NOTING)
+    assert_refused(run_python_mpi(3, "-c", STOPPED_ON_THE_WAY, *arguments, env=job), 75, "signal", out=out)
+    command = ("reshard", sample, out, "--target", "tp=4", "--progress", "off")
+    with lingering(tmp_path / "out.partial", 3):
+        assert_done(run_mpi(2, *command, env=job))
