@@ -98,6 +98,19 @@ def test_it_goes_on_again_and_again(tmp_path, sample):
     assert_equal_folders(expected, out)
 
 
+@pytest.mark.parametrize("verify", ["source", "full", "none"])
+def test_what_failed_at_the_very_end_moves_nothing_again(tmp_path, sample, verify):
+    out, expected = tmp_path / "out", tmp_path / "expected"
+    command = ("reshard", sample, out, "--target", "tp=4", "--verify", verify)
+    assert_done(run_mpi(3, "reshard", sample, expected, *command[3:], "--progress", "off"))
+    failing = f'{AT}\nat("reshard_mpi.run.lead:Lead.commit", 0, fail)\nmain()'
+    assert run_python_mpi(3, "-c", failing, *command, *NOTING).returncode == 70
+    facts = continued(2, tmp_path / "report", *command)
+    assert facts["phases"]["write"]["nbytes"] == facts["phases"]["read"]["nbytes"] == 0
+    assert facts["phases"]["hash"]["nbytes"] == 0
+    assert_equal_folders(expected, out)
+
+
 # Killed
 
 
