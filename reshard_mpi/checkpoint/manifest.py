@@ -22,7 +22,8 @@ ORACLE_FILE = "oracles.safetensors"
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, Meta(min_length=1)]
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
-Shape = tuple[Count, ...]
+MOST_AXES = 63  # of a tensor: those of numpy, one of them left for the bytes of an element
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MOST_AXES)]
 Coordinates = tuple[tuple[Name, Count], ...]
 
 
@@ -88,7 +89,7 @@ class Fragment(Struct, frozen=True, gc=False):
 class Stages(Struct, frozen=True, gc=False):
     """The coordinates, out of `of`, at which a mesh axis places a tensor."""
 
-    stages: Shape
+    stages: tuple[Count, ...]
     of: Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 

@@ -13,14 +13,14 @@ import os
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
-from reshard_mpi.checkpoint.manifest import sha256_name
-from reshard_mpi.errors import InputError, StorageError, names
+from reshard_mpi.checkpoint.manifest import MOST_AXES, sha256_name
+from reshard_mpi.errors import InputError, ReshardError, names, storage_error
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Record, Storage, Tensor, read_pickle
 from reshard_mpi.storage.digests import crc32_name
@@ -28,6 +28,8 @@ from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.source import read_text
 from reshard_mpi.storage.strided import StridedArray
+
+T = TypeVar("T")
 
 METADATA_FILE = ".metadata"
 LARGEST_METADATA = 1 << 30
@@ -45,6 +47,8 @@ def describe_dcp(folder: Path) -> Described:
     content = read_text(folder, METADATA_FILE, LARGEST_METADATA)
     metadata = read_pickle(content, METADATA_NAMES, where)
     entries = _attribute(metadata, "state_dict_metadata", dict, where)
+    if not all(isinstance(fqn, str) for fqn in entries):
+        raise InputError(where, "state_dict_metadata has keys that are no names; this is no metadata of DCP 1.0")
     stored = _stored_at(_attribute(metadata, "storage_data", dict, where), where)
     prefix = _sole_top_level_key(getattr(metadata, "planner_data", None), entries)
     tensors = {fqn: entry for fqn, entry in entries.items() if type(entry).__name__ == "TensorStorageMetadata"}
@@ -105,8 +109,8 @@ def _attribute(record: Any, name: str, kind: type, where: str) -> Any:
 
 def _sizes(record: Any, name: str, where: str) -> tuple[int, ...]:
     sizes = _attribute(record, name, tuple, where)
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
-        raise InputError(where, f"{name} is {sizes!r}, expected sizes")
+    if len(sizes) > MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
+        raise InputError(where, f"{name} are no sizes along at most {MOST_AXES} axes; this is no metadata of DCP 1.0")
     return tuple(sizes)
 
 
@@ -130,9 +134,9 @@ def _stored_at(storage: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[
     """(fqn, offset of the chunk) -> where it is stored; bytes entries have no offset, and are left out."""
     found: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for index, info in storage.items():
-        offset = getattr(index, "offset", None)
-        if offset is None:
+        if getattr(index, "offset", None) is None:
             continue
+        offset = _sizes(index, "offset", where)
         fqn = _attribute(index, "fqn", str, where)
         if getattr(info, "transform_descriptors", None):
             raise InputError(
@@ -144,24 +148,34 @@ def _stored_at(storage: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[
                 for name, kind in (("relative_path", str), ("offset", int), ("length", int))
             )
         )
-        if "/" in place.file or place.file in ("", ".", ".."):
+        if "/" in place.file or "\0" in place.file or place.file in ("", ".", ".."):
             raise InputError(where, f"tensor {fqn} is said to lie in {place.file!r}; expected a file of the folder")
-        if place.offset < 0 or place.nbytes < 0:
-            raise InputError(where, f"tensor {fqn} is said to lie at byte {place.offset}, {place.nbytes} bytes long")
-        if found.setdefault((fqn, tuple(offset)), place) != place:
+        if not (0 <= place.offset < 1 << 62 and 0 <= place.nbytes < 1 << 62):
+            raise InputError(where, f"tensor {fqn} is said to lie where no file has bytes; expected less than 2**62")
+        if found.setdefault((fqn, offset), place) != place:
             raise InputError(where, f"chunk {list(offset)} of tensor {fqn} is stored twice; save the checkpoint anew")
+    _check_disjoint(found, where)
     return found
+
+
+def _check_disjoint(stored: Mapping[tuple[str, tuple[int, ...]], _Place], where: str) -> None:
+    """Every chunk has bytes of its own: were all in one place, that would be looked into again and again."""
+    end, before = ("", 0), ""
+    for place, fqn in sorted((astuple(place), fqn) for (fqn, _), place in stored.items()):
+        if place[:2] < end:
+            raise InputError(where, f"tensors {names([before, fqn])} are said to lie in the same bytes of {place[0]}")
+        end, before = (place[0], place[1] + place[2]), fqn
 
 
 def _sole_top_level_key(planner_data: Any, entries: Mapping[str, Any]) -> str:
     """`model.` where everything was saved as {"model": state_dict}, as accelerate does; else nothing."""
     if not isinstance(planner_data, dict) or not all(
-        isinstance(path, tuple) and path for path in planner_data.values()
+        isinstance(path, tuple) and path and isinstance(path[0], str) for path in planner_data.values()
     ):
         return ""
     tops = {path[0] for path in planner_data.values()}
     top = next(iter(tops), None)
-    nested = len(tops) == 1 and isinstance(top, str) and all(len(path) > 1 for path in planner_data.values())
+    nested = len(tops) == 1 and all(len(path) > 1 for path in planner_data.values())
     return f"{top}." if nested and all(fqn.startswith(f"{top}.") for fqn in entries) else ""
 
 
@@ -214,7 +228,7 @@ class _OpenFiles:
             for axis, (size, step) in enumerate(zip(shape, stride, strict=True))
         )
         last = first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if needed else first
-        if min((first, *stride), default=0) < 0 or last * element > nbytes:
+        if min((first, *stride), default=0) < 0 or max(last * element, needed) > nbytes:
             raise InputError(
                 where, f"reaches over the {nbytes} bytes of its storage; the file is damaged: copy it anew"
             )
@@ -232,14 +246,22 @@ class _Archive:
 
     def __init__(self, fd: int, place: _Place, where: str):
         self._fd, self._place, self._where = fd, place, where
-        try:
-            self._zip = zipfile.ZipFile(io.BufferedReader(_Slice(fd, place.offset, place.nbytes), 4096))
-        except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError) as error:
-            raise InputError(where, f"no archive as torch saves it: {error}; copy the file anew") from error
+        archive = _Slice(fd, place.offset, place.nbytes, where)
+        self._zip = self._unzipped(lambda: zipfile.ZipFile(io.BufferedReader(archive, 4096)))
         root = [name[: -len("data.pkl")] for name in self._zip.namelist() if name.endswith("/data.pkl")]
         if len(root) != 1:
             raise InputError(where, "the archive has no data.pkl; the file is damaged: copy it anew")
         self._root = root[0]
+
+    def _unzipped(self, do: Callable[[], T]) -> T:
+        """`do()`; what a damaged archive raises, which may be anything, as one InputError."""
+        try:
+            return do()
+        except (ReshardError, MemoryError):
+            raise
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise InputError(self._where, f"no archive as torch saves it: {reason}; copy the file anew") from error
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
         try:
@@ -254,12 +276,7 @@ class _Archive:
         entry = self._entry(name)
         if entry.file_size > LARGEST_PICKLE:
             raise InputError(self._where, f"{name} has {entry.file_size} bytes; expected at most {LARGEST_PICKLE}")
-        try:
-            return self._zip.read(entry)
-        except (zipfile.BadZipFile, EOFError, ValueError, struct.error) as error:
-            raise InputError(
-                self._where, f"{name} can't be read: {error}; the file is damaged: copy it anew"
-            ) from error
+        return self._unzipped(lambda: self._zip.read(entry))
 
     def tensor(self) -> tuple[str, int, int, tuple[int, ...], tuple[int, ...]]:
         """Its dtype, our elements in one of torch's, and in torch's elements: first element, shape, strides."""
@@ -272,7 +289,11 @@ class _Archive:
             kind = found.args[6] if len(found.args) > 6 and isinstance(found.args[6], Dtype) else storage[1]
             numbers = [first, *shape, *stride]
             sound = isinstance(found, Tensor) and isinstance(kind, Dtype | Storage) and storage[2] == "0"
-            sound = sound and len(shape) == len(stride) and all(type(n) is int and abs(n) < 1 << 62 for n in numbers)
+            sound = (
+                sound
+                and len(shape) == len(stride) <= MOST_AXES
+                and all(type(n) is int and abs(n) < 1 << 62 for n in numbers)
+            )
         except (AttributeError, IndexError, TypeError, ValueError):
             sound = False
         if not sound:
@@ -302,8 +323,8 @@ class _Archive:
 class _Slice(io.RawIOBase):
     """A byte range of a file, as a file that can be read."""
 
-    def __init__(self, fd: int, offset: int, nbytes: int):
-        self._fd, self._offset, self._nbytes, self._position = fd, offset, nbytes, 0
+    def __init__(self, fd: int, offset: int, nbytes: int, where: str):
+        self._fd, self._offset, self._nbytes, self._where, self._position = fd, offset, nbytes, where, 0
 
     def readable(self) -> bool:
         return True
@@ -323,7 +344,7 @@ class _Slice(io.RawIOBase):
         try:
             data = os.pread(self._fd, wanted, self._offset + self._position)
         except OSError as error:
-            raise StorageError("distcp", f"can't read: {error.strerror}") from error
+            raise storage_error(self._where, error, "read") from error
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)

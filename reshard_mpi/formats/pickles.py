@@ -1,13 +1,15 @@
 """Pickles, read but not run: only the classes that PyTorch's checkpoints are made of, each as an inert record.
 
 Python's unpickler runs nothing by itself: it calls what the pickle names. Here a name is looked up in a short list of stand-ins
-that hold what they are given; any other name is refused, and said.
+that hold what they are given; any other name is refused, and said. And only what Python's own pickler writes is read: a few bytes
+could ask the one written in C for 64 GiB (an index of its memo), or have it hash for ever (tuples of twice the same tuple).
 """
 
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from reshard_mpi.errors import InputError
 
@@ -50,8 +52,9 @@ def _layout(name: str) -> str:
     return name
 
 
-def _path(*parts: str) -> str:
-    return "/".join(parts)
+def _ordered_dict() -> OrderedDict[Any, Any]:
+    """Its items are set one by one, like those of any dict."""
+    return OrderedDict()
 
 
 DTYPES = (
@@ -85,9 +88,9 @@ METADATA_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): Dtype(name) for name in DTYPES},
     ("torch", "Size"): Size,
     ("torch.serialization", "_get_layout"): _layout,
-    ("pathlib", "PosixPath"): _path,
-    ("pathlib._local", "PosixPath"): _path,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): Record,
+    ("pathlib._local", "PosixPath"): Record,
+    ("collections", "OrderedDict"): _ordered_dict,
 }
 TENSOR_NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): Storage(dtype) for name, dtype in STORAGES.items()},
@@ -95,14 +98,29 @@ TENSOR_NAMES: dict[tuple[str, str], Any] = {
     ("torch.storage", "UntypedStorage"): Storage(""),
     ("torch._utils", "_rebuild_tensor_v2"): Tensor,
     ("torch._utils", "_rebuild_tensor_v3"): Tensor,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): _ordered_dict,
 }
+# What the picklers of Python 3 write of such objects, in protocols 2 to 5.
+OPCODES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE EMPTY_LIST APPEND APPENDS EMPTY_DICT "
+    "SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ BUILD BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET BINPERSID"
+).split()
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(pickle._Unpickler):
+    """The unpickler that is written in Python, with fewer opcodes: those, and each only for what it is there for."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        code: pickle._Unpickler.dispatch[code] for code in (getattr(pickle, name)[0] for name in OPCODES)
+    }
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
     def __init__(self, data: bytes, names: dict[tuple[str, str], Any], where: str):
         super().__init__(io.BytesIO(data))
         self._names, self._where = names, where
+        self._stand_ins = {id(value) for value in names.values()}
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._names.get((module, name))
@@ -117,14 +135,63 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         return pid
 
+    def load_made(self) -> None:
+        """REDUCE and NEWOBJ: of a stand-in, with arguments."""
+        arguments, stand_in = self.stack.pop(), self.stack[-1]
+        if id(stand_in) not in self._stand_ins:
+            raise pickle.UnpicklingError("calls what it has made itself")
+        self.stack[-1] = stand_in(*arguments)
+
+    def load_state(self) -> None:
+        """BUILD: of a record."""
+        state, record = self.stack.pop(), self.stack[-1]
+        if not isinstance(record, Record):
+            raise pickle.UnpicklingError(f"gives a state to a {type(record).__name__}")
+        record.__setstate__(state)
+
+    def load_items(self) -> None:
+        """SETITEMS"""
+        self._set_items(self.pop_mark())
+
+    def load_item(self) -> None:
+        """SETITEM"""
+        items = self.stack[-2:]
+        del self.stack[-2:]
+        self._set_items(items)
+
+    def _set_items(self, items: list[Any]) -> None:
+        """Keys are names, or records: the hash of a tuple of tuples may take for ever."""
+        keys = items[::2]
+        if not isinstance(self.stack[-1], dict) or not all(isinstance(key, str | int | Record) for key in keys):
+            raise pickle.UnpicklingError("has keys that are no names")
+        self.stack[-1].update(zip(keys, items[1::2], strict=True))
+
+
+def _as_text(read: Callable[[Any], None]) -> Callable[[_Reader], None]:
+    def as_text(reader: _Reader) -> None:
+        read(reader)
+        reader.stack[-1].encode()  # half a character can't be written
+
+    return as_text
+
+
+_Reader.dispatch |= {
+    **{
+        code[0]: _as_text(_Reader.dispatch[code[0]])
+        for code in (pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8)
+    },
+    **dict.fromkeys((pickle.REDUCE[0], pickle.NEWOBJ[0]), _Reader.load_made),
+    pickle.BUILD[0]: _Reader.load_state,
+    pickle.SETITEM[0]: _Reader.load_item,
+    pickle.SETITEMS[0]: _Reader.load_items,
+}
+
 
 def read_pickle(data: bytes, names: dict[tuple[str, str], Any], where: str) -> Any:
     """What the pickle holds, made of stand-ins; InputError at `where` for anything else."""
     try:
         return _Reader(data, names, where).load()
-    except InputError:
+    except (InputError, MemoryError):
         raise
-    except MemoryError as error:
-        raise InputError(where, "the pickle asks for more memory than it can need; it is damaged") from error
     except Exception as error:  # a damaged pickle raises anything
         raise InputError(where, f"no pickle that can be read: {type(error).__name__}: {error}; copy it anew") from error

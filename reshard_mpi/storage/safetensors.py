@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
-from reshard_mpi.checkpoint.manifest import Count, strict_json
+from reshard_mpi.checkpoint.manifest import Count, Shape, strict_json
 from reshard_mpi.errors import InputError, StorageError
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.shown import ShownArray
@@ -43,7 +43,7 @@ class StoredArray:
 
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[Count, ...]
+    shape: Shape
     data_offsets: tuple[Count, Count]
 
 
