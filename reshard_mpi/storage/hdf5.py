@@ -10,10 +10,12 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from reshard_mpi.checkpoint import manifest
 from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
 from reshard_mpi.errors import InputError, names
 from reshard_mpi.storage.chunked import ChunkedArray, SpanFile, guarded, memory_type, nchunks, read_descriptor
 from reshard_mpi.storage.safetensors import StoredArray
+from reshard_mpi.storage.shown import ReadSpan
 
 if TYPE_CHECKING:
     import h5py
@@ -53,10 +55,36 @@ def carrier_of(dtype: str) -> str:
 def read_hdf5(fd: int, where: str) -> dict[str, StoredArray]:
     """Key -> array of the HDF5 file `fd`; InputError at `where` for what can't be an array of ours."""
     nbytes = os.fstat(fd).st_size
-    spans = SpanFile(read_descriptor(fd, where), nbytes)
+    spans = SpanFile(_without_endless_heaps(read_descriptor(fd, where), where), nbytes)
     found = guarded(lambda: _read(spans, nbytes, where), where, spans)
     _check_disjoint(found, where)
     return found
+
+
+def _without_endless_heaps(read: ReadSpan, where: str) -> ReadSpan:
+    """Reads spans, of which those that are a heap of strings are followed to their end: HDF5 2.0 itself may never get there.
+
+    A heap is "GCOL", version, its length at byte 8, and from byte 16 on objects: number (2 bytes), count of references, and at
+    byte 8 the length of what follows, in steps of 8 bytes. Number 0 is free space, and its length that of all of it (HDF5 File
+    Format Specification, III.E).
+    """
+
+    def read_checked(offset: int, into: memoryview) -> None:
+        read(offset, into)
+        if bytes(into[:4]) != b"GCOL" or len(into) < 16:
+            return
+        position, end = 16, min(int.from_bytes(into[8:16], "little"), len(into))
+        while position + 16 <= end:
+            number, size = (
+                int.from_bytes(into[position : position + 2], "little"),
+                int.from_bytes(into[position + 8 : position + 16], "little"),
+            )
+            step = size if number == 0 else 16 + size + -size % 8
+            if not step or position + step > int.from_bytes(into[8:16], "little"):
+                raise InputError(where, f"its heap at byte {offset} has no end; the file is damaged: copy it anew")
+            position += step
+
+    return read_checked
 
 
 def _read(spans: SpanFile, nbytes: int, where: str) -> dict[str, StoredArray]:
@@ -126,10 +154,13 @@ class _Arrays:
         if space.get_simple_extent_type() == h5py.h5s.NULL:
             raise InputError(where, "is a null dataset, which has no shape; expected elements")
         kind = dataset.get_type()
-        attributes = h5py.AttributeManager(h5py.Dataset(dataset))
-        dtype, is_swapped = self._dtype(kind, attributes, where)
+        said, sizes = (
+            _attribute(dataset, "dtype", h5py.h5t.TypeStringID),
+            _attribute(dataset, "shape", h5py.h5t.TypeIntegerID),
+        )
+        dtype, is_swapped = self._dtype(kind, said, where)
         stored_nbytes = math.prod(space.shape) * kind.get_size()
-        shape = _shape(dtype, space.shape, attributes, where)
+        shape = _shape(dtype, space.shape, sizes, where)
         nbytes = nbytes_of(math.prod(shape), DTYPES[dtype], where)
         if max(nbytes, stored_nbytes) >= MOST_BYTES:
             raise InputError(where, f"shape {list(shape)} has more bytes than any file; expected less than 2**62")
@@ -159,20 +190,20 @@ class _Arrays:
         self._shown_nbytes += nbytes
         return StoredArray(dtype, shape, shown.begin, nbytes, shown)
 
-    def _dtype(self, kind: "h5py.h5t.TypeID", attributes: "h5py.AttributeManager", where: str) -> tuple[str, bool]:
+    def _dtype(self, kind: "h5py.h5t.TypeID", attribute: object, where: str) -> tuple[str, bool]:
         """The dtype, and whether its bytes are stored in the other order."""
         import h5py
 
         is_bool = isinstance(kind, h5py.h5t.TypeEnumID) and kind.dtype == bool and kind.get_size() == 1
         little = memory_type(kind)
         carrier = "bool" if is_bool else next((name for name, t in self._types.items() if t.equal(little)), None)
-        said = attributes.get("dtype", carrier)
+        said = carrier if attribute is None else attribute
         said = said.decode(errors="replace") if isinstance(said, bytes) else said
         if carrier is None or not isinstance(said, str) or said not in DTYPES:
             shown = str(kind.dtype)
             raise InputError(
                 where,
-                f"is stored as {shown}, its attribute dtype is {attributes.get('dtype')!r}; expected an attribute with one of "
+                f"is stored as {shown}, its attribute dtype is {attribute!r}; expected an attribute with one of "
                 f"{', '.join(DTYPES)}, stored as such or as unsigned integers of the same width",
             )
         if carrier not in (said, carrier_of(said), f"uint{max(DTYPES[said].nbits, 8)}"):
@@ -201,13 +232,33 @@ class _Arrays:
         return chunk
 
 
-def _shape(dtype: str, stored: tuple[int, ...], attributes: "h5py.AttributeManager", where: str) -> tuple[int, ...]:
+def _attribute(dataset: "h5py.h5d.DatasetID", name: str, kind: type) -> object:
+    """An attribute, None where there is none; one of another kind isn't read: HDF5 is not safe against types that lie."""
+    import h5py
+
+    if not h5py.h5a.exists(dataset, name.encode()):
+        return None
+    attribute = h5py.h5a.open(dataset, name.encode())
+    if (
+        not isinstance(attribute.get_type(), kind)
+        or attribute.get_space().get_simple_extent_npoints() > manifest.MOST_AXES
+    ):
+        return f"of another kind than {kind.__name__}"
+    found: object = h5py.AttributeManager(h5py.Dataset(dataset))[name]
+    return found
+
+
+def _shape(dtype: str, stored: tuple[int, ...], found: object, where: str) -> tuple[int, ...]:
     """The shape in elements, which only types narrower than a byte have apart."""
     if DTYPES[dtype].nbits >= 8:
         return stored
-    found = attributes.get("shape")
     sizes = [] if found is None else found.tolist() if hasattr(found, "tolist") else None
-    if found is None or not isinstance(sizes, list) or not all(type(n) is int and 0 <= n < MOST_BYTES for n in sizes):
+    if (
+        found is None
+        or not isinstance(sizes, list)
+        or len(sizes) > manifest.MOST_AXES
+        or not all(type(n) is int and 0 <= n < MOST_BYTES for n in sizes)
+    ):
         raise InputError(where, f"is {dtype}, its attribute shape is {found!r}; expected the shape in elements")
     return tuple(sizes)
 
