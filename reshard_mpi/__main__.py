@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from reshard_mpi import stop
 from reshard_mpi.cli import parse, tell
-from reshard_mpi.errors import Interrupted, ReshardError, storage_error
+from reshard_mpi.errors import Interrupted, ReshardError, expected_error
 from reshard_mpi.launcher import Launch, check_world, find_launch
 
 BUG = 70
@@ -57,16 +57,16 @@ def _run_alone(options: argparse.Namespace) -> int:
 
     try:
         return run_alone(options)
-    except (ReshardError, OSError) as error:
-        told = error if isinstance(error, ReshardError) else storage_error(error.filename or "job", error, "use")
-        tell(told)
-        return told.exit_code
     except KeyboardInterrupt:
         tell("stopped by a signal")
         return Interrupted.exit_code
-    except Exception:
-        traceback.print_exc()
-        return BUG
+    except Exception as error:
+        told = expected_error(error)
+        if told is None:
+            traceback.print_exc()
+            return BUG
+        tell(told)
+        return told.exit_code
 
 
 def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
@@ -94,12 +94,17 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
         if not comm.rank and not launch.rank:
             tell(error)
         return error.exit_code
-    except BaseException:
-        sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
+    except BaseException as error:
+        told = expected_error(error)  # where the ranks had no agreement ahead
+        if told is None:
+            sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
+        else:
+            tell(told)
+        code = told.exit_code if told else BUG
         sys.stdout.flush()
         sys.stderr.flush()
-        comm.Abort(BUG)
-        os._exit(BUG)  # MPICH's Abort may return
+        comm.Abort(code)
+        os._exit(code)  # MPICH's Abort may return
 
 
 if __name__ == "__main__":

@@ -3,11 +3,21 @@
 An error says WHERE, what was found, what was expected, and what to do; the command line prints it as one line.
 """
 
+import errno
+import os
 from collections.abc import Iterable
 
 
+LONGEST_LINE = 4000  # characters
+
+
 def one_line(text: str) -> str:
-    """Names come from untrusted files: a newline in one of them must not forge a second message."""
+    """Names come from untrusted files: a newline in one of them must not forge a second message, nor a long one hide the rest.
+
+    What to do is said at the end.
+    """
+    if len(text) > LONGEST_LINE:
+        text = f"{text[: LONGEST_LINE * 3 // 4]} ... {text[-LONGEST_LINE // 4 :]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -67,6 +77,28 @@ def storage_error(path: object, error: OSError, what: str) -> StorageError:
         "the path and its permissions" if what in ("open", "read", "look at") else "its permissions and the free space"
     )
     return StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
+
+
+def _lack_of_memory(error: BaseException) -> PlanningError | None:
+    """The PlanningError for an exception that says that memory couldn't be had, in whatever words; else None."""
+    said = str(error)
+    lacking = isinstance(error, MemoryError)
+    lacking |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    lacking |= isinstance(error, RuntimeError) and said == "can't start new thread"  # there was no room for its stack
+    lacking |= isinstance(error, ImportError) and ("failed to map" in said or os.strerror(errno.ENOMEM) in said)
+    reason = f" ({said})" if said else ""
+    advice = "lower --memory, use fewer ranks a node, or raise the limit (ulimit -v, or that of the job)"
+    return PlanningError("memory", f"a rank can't get what it needs{reason}; {advice}") if lacking else None
+
+
+def expected_error(error: BaseException) -> ReshardError | None:
+    """What can happen anywhere, as an error of ours: no memory, a file that can't be used; else None."""
+    if isinstance(error, ReshardError):
+        return error
+    lacking = _lack_of_memory(error)
+    if lacking is None and isinstance(error, OSError):
+        return storage_error(error.filename or "job", error, "use")
+    return lacking
 
 
 # SPEC section 4: of different faults on different ranks, bad input is told before a file that failed, and so on.

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.boxes import Ints
-from reshard_mpi.errors import ReshardError, raise_first, storage_error
+from reshard_mpi.errors import ReshardError, expected_error, raise_first
 
 T = TypeVar("T")
 ROOT = 0
@@ -33,8 +33,11 @@ class Agreement:
             yield
         except ReshardError as error:
             self.error = self.error or error
-        except OSError as error:  # of a place where we had no better words for it
-            self.error = self.error or storage_error(error.filename or "job", error, "use")
+        except Exception as error:  # of a place where we had no better words for it
+            told = expected_error(error)
+            if told is None:
+                raise
+            self.error = self.error or told
 
 
 @contextmanager

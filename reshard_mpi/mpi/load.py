@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.mpi.comm import ROOT, gather_all, on_root
+from reshard_mpi.mpi.comm import ROOT, agreed, gather_all, on_root
 
 if TYPE_CHECKING:
     from reshard_mpi.storage.safetensors import StoredArray
     from reshard_mpi.storage.source import Source
 
-    Found = tuple[Mapping[str, Mapping[str, StoredArray]], list[ReshardError]]
+Found = tuple[Mapping[str, Mapping[str, "StoredArray"]], list[ReshardError]]
 
 FILES_A_READER = 4  # one rank has read that many headers about as soon as another has imported what reads one
 
@@ -29,9 +29,13 @@ def load_together(comm: MPI.Comm, folder: Path, despite_faults: bool = False) ->
     source, files = on_root(comm, lambda: _open(folder, despite_faults)) or (None, [])
     files = comm.bcast(files, root=ROOT)
     nreaders = min(comm.size, -(-len(files) // FILES_A_READER))
-    found = gather_all(comm, _read(folder, files[comm.rank :: nreaders] if comm.rank < nreaders else []))
-    if source is not None and files:
-        _attach(source, found)
+    read: Found = {}, []
+    with agreed(comm):
+        read = _read(folder, files[comm.rank :: nreaders] if comm.rank < nreaders else [])
+    found = gather_all(comm, read)
+    with agreed(comm):
+        if source is not None and files:
+            _attach(source, found)
     return source
 
 

@@ -87,19 +87,20 @@ def move_rounds(
         for file, arrays in names.strided.items():
             source.show(file, arrays)
             copied.show(file, arrays)
-        reader = Reader(
-            source,
-            names.source_files,
-            names.source_keys,
-            plan.source.arrays,
-            plan.buffer_nbytes,
-            hashing,
-            names.casts,
-        )
-        writer = Writer(
-            target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of
-        )
-        exchanger = Exchanger(comm, plan.buffer_nbytes)
+        with agreed(comm):  # their buffers are most of the memory of a job
+            reader = Reader(
+                source,
+                names.source_files,
+                names.source_keys,
+                plan.source.arrays,
+                plan.buffer_nbytes,
+                hashing,
+                names.casts,
+            )
+            writer = Writer(
+                target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of
+            )
+            exchanger = Exchanger(comm, plan.buffer_nbytes)
         with ThreadPoolExecutor(1) as reading, ThreadPoolExecutor(1) as writing:
             copy = partial(writer.copy, copied, names.source_files)
             pipeline = _Pipeline(plan, comm.rank, reader, writer, copy, reading, writing)
