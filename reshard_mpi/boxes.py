@@ -72,20 +72,24 @@ def join(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints) -> tuple[Ints, Ints]:
     >>> [index.tolist() for index in join(rows, one, np.zeros(2, int), np.zeros(1, int))]
     [[0, 1], [0, 0]]
     """
+    found = list(_pairs(a, b, a_group, b_group, np.zeros(len(a_group), bool)))
+    i, j = (np.concatenate([pair[side] for pair in found]) if found else np.empty(0, np.int64) for side in (0, 1))
+    return i, j
+
+
+def _pairs(
+    a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, is_done: NDArray[np.bool_]
+) -> Iterator[tuple[Ints, Ints]]:
+    """The pairs of `join`, some at a time; those of a[i] no more once is_done[i]. Boxes of a group come in their order."""
     if not len(a_group) or not len(b_group):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
+        return
     naxes = a.start.shape[1]
     axes = [_axis_candidates(a, b, a_group, b_group, axis) for axis in range(naxes)]
     if not axes:  # boxes without axes are single points
         axes = [_axis_candidates(Boxes(*_unit(a_group)), Boxes(*_unit(b_group)), a_group, b_group, 0)]
     best = _cheapest_axis([upper - lower for _, lower, upper in axes], a_group)
-    found = [
-        pairs
-        for axis, (order, lower, upper) in enumerate(axes)
-        for pairs in _filtered(a, b, order, lower, upper, np.flatnonzero(best == axis))
-    ]
-    i, j = (np.concatenate([pair[side] for pair in found]) if found else np.empty(0, np.int64) for side in (0, 1))
-    return i, j
+    for axis, (order, lower, upper) in enumerate(axes):
+        yield from _filtered(a, b, order, lower, upper, np.flatnonzero(best == axis), is_done)
 
 
 def _unit(group: Ints) -> tuple[Ints, Ints]:
@@ -126,14 +130,17 @@ def _cheapest_axis(counts: list[Ints], group: Ints) -> Ints:
     return np.argmin(totals, axis=0)[group]
 
 
-def _filtered(a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: Ints) -> Iterator[tuple[Ints, Ints]]:
+def _filtered(
+    a: Boxes, b: Boxes, order: Ints, lower: Ints, upper: Ints, rows: Ints, is_done: NDArray[np.bool_]
+) -> Iterator[tuple[Ints, Ints]]:
     counts = (upper - lower)[rows]
     ends = np.cumsum(counts)
     first = 0
     while first < len(rows):
         base = ends[first] - counts[first]
         last = max(first + 1, int(np.searchsorted(ends, base + CANDIDATES_AT_ONCE, side="right")))
-        part, ncandidates = rows[first:last], counts[first:last]
+        is_left = ~is_done[rows[first:last]]
+        part, ncandidates = rows[first:last][is_left], counts[first:last][is_left]
         i = np.repeat(part, ncandidates)
         j = order[
             np.arange(len(i))
@@ -176,11 +183,16 @@ def equal_rows(*columns: Ints) -> tuple[Ints, Ints]:
 
 def find_overlaps(boxes: Boxes, group: Ints) -> list[tuple[int, int]]:
     """Of each group in which different boxes share an element, the first two that do. Boxes must not be empty."""
-    i, j = join(boxes, boxes, group, group)
-    pairs = np.flatnonzero(i < j)
-    pairs = pairs[np.lexsort((j[pairs], i[pairs], group[i[pairs]]))]
-    _, first = np.unique(group[i[pairs]], return_index=True)
-    return list(zip(i[pairs[first]].tolist(), j[pairs[first]].tolist(), strict=True))
+    overlaps: list[tuple[int, int]] = []
+    _, number = np.unique(group, return_inverse=True)
+    is_done = np.zeros(len(group), bool)
+    for i, j in _pairs(boxes, boxes, group, group, is_done):  # all of them may be as many as boxes squared
+        pairs = np.flatnonzero(i < j)
+        pairs = pairs[np.lexsort((j[pairs], i[pairs], number[i[pairs]]))]
+        groups, first = np.unique(number[i[pairs]], return_index=True)
+        overlaps += zip(i[pairs[first]].tolist(), j[pairs[first]].tolist(), strict=True)
+        is_done |= np.isin(number, groups) if len(groups) else False
+    return sorted(overlaps, key=lambda pair: (group[pair[0]], pair))
 
 
 def find_hole(shape: tuple[int, ...], boxes: Boxes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

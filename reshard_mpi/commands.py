@@ -147,9 +147,9 @@ def _case_id(folder: Path) -> str | None:
     from reshard_mpi.checkpoint.manifest import CASE_FILE
 
     try:
-        found = json.loads((folder / CASE_FILE).read_bytes())
+        found = json.loads((folder / CASE_FILE).read_bytes()) if (folder / CASE_FILE).is_file() else None
         return found.get("case_id") if isinstance(found, dict) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
-from reshard_mpi.errors import IntegrityError, ReshardError
+from reshard_mpi.errors import IntegrityError, ReshardError, expected_error
 from reshard_mpi.mpi.comm import ROOT, agreed
 from reshard_mpi.plan.shares import deal_to_least
 from reshard_mpi.report import Progress
@@ -27,30 +27,41 @@ def deal(
 ) -> list[R | ReshardError]:
     """Collective: rank 0's tasks done by all ranks, the largest first to whoever has least; results, in order, on rank 0.
 
-    An expected error of a task is its result. `progress` is the style in which rank 0 shows how far it is with its own share.
+    What can be expected to go wrong with a task is its result. `progress` is the style in which rank 0 shows how far it is with its own share.
     """
-    shares: list[list[tuple[int, T]]] = [[] for _ in range(comm.size)]
-    costs = np.array([nbytes(task) + 1 for task in tasks or ()], np.int64)  # a task without bytes is work too
-    for number, rank in enumerate(deal_to_least(costs, comm.size).tolist()):
-        shares[rank].append((number, (tasks or ())[number]))
+    shares: list[list[tuple[int, T, int]]] = [[] for _ in range(comm.size)]
+    costs = [_cost(task, nbytes) for task in tasks or ()]
+    for number, rank in enumerate(deal_to_least(np.array(costs, np.int64), comm.size).tolist()):
+        shares[rank].append((number, (tasks or ())[number], costs[number]))
     mine = comm.scatter(shares if comm.rank == ROOT else None, root=ROOT)
     done: list[tuple[int, R | ReshardError]] = []
-    shown = Progress(sum(nbytes(task) for _, task in mine), progress if comm.rank == ROOT else "off")
+    shown = Progress(sum(cost for _, _, cost in mine), progress if comm.rank == ROOT else "off")
     with agreed(comm):
-        for number, task in mine:
+        for number, task, cost in mine:
             stopped = stop.request()
             if stopped:
                 raise stopped
             try:
                 done.append((number, do(task)))
-            except ReshardError as error:
-                done.append((number, error))
-            shown.advance(nbytes(task))
+            except Exception as error:
+                told = expected_error(error)
+                if told is None:
+                    raise
+                done.append((number, told))
+            shown.advance(cost)
     shown.close()
     gathered = comm.gather(done, root=ROOT)
     return [
         result for _, result in sorted((item for share in gathered or () for item in share), key=lambda item: item[0])
     ]
+
+
+def _cost(task: T, nbytes: Callable[[T], int]) -> int:
+    """A task without bytes is work too; and one that can't be done, which whoever gets it finds out."""
+    try:
+        return nbytes(task) + 1
+    except ReshardError:
+        return 1
 
 
 def digests_of(

@@ -51,7 +51,7 @@ def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> di
     ):  # else one member would stand for a tensor that has no one value
         groups = equal_groups(source, by_tensor(source.case.fragments)) if source else None
         raise_together(comm, first_to_tell(check_equal(comm, folder, groups)))
-    differences, tasks = _metadata_differences(a, b) if a and b else ([], [])
+    differences, tasks = on_root(comm, lambda: _metadata_differences(a, b) if a and b else ([], [])) or ([], [])
     with Files(a_folder) as a_files, Files(b_folder) as b_files:
         found = deal(
             comm,

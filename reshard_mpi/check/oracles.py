@@ -6,20 +6,28 @@ from pathlib import Path
 from reshard_mpi.check.whole import whole_array
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Oracle
-from reshard_mpi.errors import InputError, IntegrityError, ReshardError
+from reshard_mpi.errors import InputError, IntegrityError, ReshardError, raise_first
 from reshard_mpi.storage.files import COPY_NBYTES, Files, create_file
 from reshard_mpi.storage.safetensors import StoredArray, build_header, read_header
 
 
-def oracle_arrays(folder: Path, case: Case) -> dict[str, StoredArray]:
-    """The array of each oracle, by logical tensor; errors for a file that is missing or contradicts the manifest."""
+def oracle_arrays(folder: Path, case: Case) -> tuple[dict[str, StoredArray], list[ReshardError]]:
+    """The array of each oracle, by logical tensor; and what is wrong with a file that is missing or contradicts the manifest."""
     if not case.oracles or case.oracle_file is None:
-        return {}
-    with Files(folder) as files:
-        arrays = read_header(files.descriptor(case.oracle_file), str(folder / case.oracle_file))
-    return {
-        oracle.logical_tensor_id: _array_of(oracle, arrays, str(folder / case.oracle_file)) for oracle in case.oracles
-    }
+        return {}, []
+    found: dict[str, StoredArray] = {}
+    faults: list[ReshardError] = []
+    try:
+        with Files(folder) as files:
+            arrays = read_header(files.descriptor(case.oracle_file), str(folder / case.oracle_file))
+    except ReshardError as fault:
+        return {}, [fault]
+    for oracle in case.oracles:
+        try:
+            found[oracle.logical_tensor_id] = _array_of(oracle, arrays, str(folder / case.oracle_file))
+        except ReshardError as fault:
+            faults.append(fault)
+    return found, faults
 
 
 def _array_of(oracle: Oracle, arrays: dict[str, StoredArray], where: str) -> StoredArray:
@@ -38,7 +46,8 @@ def copy_oracles(folder: Path, source: Case, written: Case, into: Path) -> None:
     """The oracle file of `written`: the arrays of its oracles, byte for byte."""
     if not written.oracles or source.oracle_file is None or written.oracle_file is None:
         return
-    arrays = oracle_arrays(folder, source)
+    arrays, faults = oracle_arrays(folder, source)
+    raise_first(faults)
     # Tensors may share a key of the old file; largest items first, so that all are aligned.
     keys = {oracle.payload_key: arrays[oracle.logical_tensor_id] for oracle in written.oracles}
     order = sorted(keys, key=lambda key: (-DTYPES[keys[key].dtype].nbits, key))
@@ -54,24 +63,20 @@ def copy_oracles(folder: Path, source: Case, written: Case, into: Path) -> None:
 
 
 def oracle_file_faults(folder: Path, case: Case) -> list[ReshardError]:
-    """What contradicts the digests in the oracle file itself."""
-    try:
-        arrays = oracle_arrays(folder, case)
-        with Files(folder) as files:
-            digests = {
-                oracle.logical_tensor_id: whole_array(
-                    case.oracle_file or "", oracle.payload_key, arrays[oracle.logical_tensor_id]
-                ).digest(files)
-                for oracle in case.oracles
-            }
-    except ReshardError as fault:
-        return [fault]
-    return [
-        IntegrityError(
-            str(folder / (case.oracle_file or "")),
-            f"array {oracle.payload_key!r} has digest {digests[oracle.logical_tensor_id]}, the oracle of "
-            f"{oracle.logical_tensor_id} is {oracle.sha256}",
-        )
-        for oracle in case.oracles
-        if digests[oracle.logical_tensor_id] != oracle.sha256
-    ]
+    """What contradicts the manifest, or the digests, in the oracle file itself."""
+    arrays, faults = oracle_arrays(folder, case)
+    where = str(folder / (case.oracle_file or ""))
+    with Files(folder) as files:
+        for oracle in case.oracles if arrays else ():
+            array = arrays.get(oracle.logical_tensor_id)
+            if array is None:
+                continue
+            try:
+                digest = whole_array(case.oracle_file or "", oracle.payload_key, array).digest(files)
+            except ReshardError as fault:
+                faults.append(fault)
+                continue
+            if digest != oracle.sha256:
+                said = f"the oracle of {oracle.logical_tensor_id} is {oracle.sha256}"
+                faults.append(IntegrityError(where, f"array {oracle.payload_key!r} has digest {digest}, {said}"))
+    return faults

@@ -1,5 +1,6 @@
 """Every digest of a case again: fragments, manifest, replicas, ties, oracles, coverage. Names every fault."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,13 +38,24 @@ def verify(comm: MPI.Comm, folder: Path, progress: str) -> Verdict | None:
         else Verdict()
     )
     _verify_arrays(comm, folder, source, verdict, progress)
-    is_whole = comm.bcast(not any(fault.exit_code in (3, 5) for fault in verdict.faults))
-    if is_whole:  # else there is no telling what a whole tensor is
-        verdict.faults += check_equal(
-            comm, folder, equal_groups(source, by_tensor(source.case.fragments)) if source else None
-        )
-        _verify_oracles(comm, folder, source, verdict)
+    whole = _whole_tensors(source) if source else {}
+    verdict.faults += check_equal(comm, folder, equal_groups(source, whole) if source else None)
+    _verify_oracles(comm, folder, source, whole, verdict)
     return on_root(comm, lambda: verdict)
+
+
+def _whole_tensors(source: Source) -> dict[str, list[Fragment]]:
+    """The fragments of the tensors that can be put together, whatever is wrong with others."""
+
+    def is_stored(f: Fragment) -> bool:
+        array = source.headers.get(f.payload_file, {}).get(f.payload_key)
+        return array is not None and (array.dtype, array.shape) == (f.dtype, f.local_shape)
+
+    return {
+        tensor_id: fragments
+        for tensor_id, fragments in by_tensor(source.case.fragments).items()
+        if tensor_id not in source.findings.incomplete and all(map(is_stored, fragments))
+    }
 
 
 def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict, progress: str) -> None:
@@ -70,27 +82,25 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
         ]
 
 
-def _verify_oracles(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict) -> None:
-    tensors: dict[str, WholeTensor] = {}
-    if source:
-        fragments = by_tensor(source.case.fragments)
-        tensors = {
-            oracle.logical_tensor_id: whole_tensor(fragments[oracle.logical_tensor_id], source.headers)
-            for oracle in source.case.oracles
-        }
-        verdict.faults += oracle_file_faults(folder, source.case) if source.case.oracles else []
-        verdict.noracles = len(tensors)
-        verdict.nunverifiable = sum(
-            f.fragment_digest is None and f.logical_tensor_id not in tensors for f in source.case.fragments
-        ) - sum(array.strided is not None for of_file in source.headers.values() for array in of_file.values())
-    found = digests_of(comm, folder, list(tensors.values()))
-    for oracle, digest in zip(source.case.oracles if source else (), found, strict=True):
+def _verify_oracles(
+    comm: MPI.Comm, folder: Path, source: Source | None, whole: Mapping[str, list[Fragment]], verdict: Verdict
+) -> None:
+    oracles = [
+        (oracle, whole_tensor(whole[oracle.logical_tensor_id], source.headers))
+        for oracle in (source.case.oracles if source else ())
+        if source and oracle.logical_tensor_id in whole
+    ]
+    verdict.faults += on_root(comm, lambda: oracle_file_faults(folder, source.case) if source else []) or []
+    found = digests_of(comm, folder, [tensor for _, tensor in oracles])
+    for (oracle, _), digest in zip(oracles, found, strict=True):
         if isinstance(digest, ReshardError):
             verdict.faults.append(digest)
         elif digest != oracle.sha256:
-            verdict.faults.append(
-                IntegrityError(
-                    str(folder),
-                    f"tensor {oracle.logical_tensor_id} has digest {digest}, its oracle says {oracle.sha256}",
-                )
-            )
+            message = f"tensor {oracle.logical_tensor_id} has digest {digest}, its oracle says {oracle.sha256}"
+            verdict.faults.append(IntegrityError(str(folder), message))
+    verdict.noracles = len(oracles)
+    if source:
+        covered = {oracle.logical_tensor_id for oracle, _ in oracles}
+        verdict.nunverifiable = sum(
+            f.fragment_digest is None and f.logical_tensor_id not in covered for f in source.case.fragments
+        ) - sum(array.strided is not None for of_file in source.headers.values() for array in of_file.values())

@@ -40,10 +40,12 @@ SHARD_NAME = re.compile(r"rank-(\d{5,6})\.(safetensors|h5)", re.ASCII)
 class Findings:
     """All faults of a manifest, and the comparisons that digests alone can't settle.
 
-    `is_sound`: the fragments are well formed and agree with each other, so that one can reason about their boxes.
+    `is_sound`: the fragments are well formed and agree with each other, so that one can reason about their boxes. `incomplete`:
+    the tensors whose boxes don't make up a whole.
     """
 
     is_sound: bool = False
+    incomplete: set[str] = field(default_factory=set)
     faults: list[ReshardError] = field(default_factory=list)
     replicas_to_read: list[list[Fragment]] = field(default_factory=list)
     ties_to_read: list[tuple[str, str]] = field(default_factory=list)
@@ -64,6 +66,8 @@ def check_case(parsed: ParsedCase) -> Findings:
         mesh = mesh_from_topology(case.topology.source, f"{CASE_FILE}: topology.source")
     except InputError as fault:
         found.faults.append(fault)
+        _check_fragments(case, None, found)
+        found.is_sound = False
         return found
     if mesh.size != case.world_size:
         found.faults.append(
@@ -100,8 +104,9 @@ def _check_fragments(case: Case, mesh: Mesh | None, found: Findings) -> None:
     tensors = {tensor_id: fragments for tensor_id, fragments in tensors.items() if tensor_id not in unsound}
     found.faults += _identity_faults(sound) if mesh else ()
     found.faults += _storage_faults(sound)
+    found.incomplete |= unsound
     found.faults += _replica_faults(sound, found)
-    found.faults += _coverage_faults(tensors)
+    found.faults += _coverage_faults(tensors, found)
     found.faults += _tie_faults(tensors, found)
     found.faults += _oracle_faults(case, tensors, unsound)
 
@@ -314,7 +319,7 @@ def distinct_boxes(tensor: Sequence[Fragment]) -> list[Fragment]:
     ]
 
 
-def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardError]:
+def _coverage_faults(tensors: dict[str, list[Fragment]], found: Findings) -> Iterator[ReshardError]:
     boxes_of = {tensor_id: distinct_boxes(tensor) for tensor_id, tensor in tensors.items()}
     everything = [fragment for boxes in boxes_of.values() for fragment in boxes]
     naxes = max((len(tensor[0].global_shape) for tensor in tensors.values()), default=0)
@@ -331,6 +336,7 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
     for first_box, second_box in find_overlaps(boxes, group):
         a, b = everything[first_box], everything[second_box]
         overlapping.add(a.logical_tensor_id)
+        found.incomplete.add(a.logical_tensor_id)
         yield InputError(
             f"{CASE_FILE}: tensor {a.logical_tensor_id}",
             f"box {box_text(*a.box)} of {a.fragment_id} overlaps box {box_text(*b.box)} of {b.fragment_id}, and they "
@@ -344,6 +350,7 @@ def _coverage_faults(tensors: dict[str, list[Fragment]]) -> Iterator[ReshardErro
         covers = sum(math.prod(f.element_extent) for f in boxes_of[tensor_id]) == math.prod(shape)
         if covers or tensor_id in overlapping:
             continue
+        found.incomplete.add(tensor_id)
         hole = find_hole(shape, Boxes(boxes.start[mine, : len(shape)], boxes.stop[mine, : len(shape)]))
         assert hole is not None
         held = names(f"{f.fragment_id} {box_text(*f.box)}" for f in boxes_of[tensor_id]) or "none"

@@ -36,8 +36,8 @@ def refusals_of(
             faults += refused
     except ReshardError as fault:
         faults.append(fault)
+    faults += oracle_arrays(source.folder, source.case)[1] if source.findings.is_sound else []
     try:
-        faults += _oracle_array_faults(source)
         round_nbytes_of(memory_nbytes, source.held_nbytes)
         if outgoing is not None and not faults:
             resources = Resources(nranks, round_nbytes_for(changed, changes, memory_nbytes), writers, hashing)
@@ -45,16 +45,6 @@ def refusals_of(
     except ReshardError as fault:
         faults.append(fault)
     return None, sorted(faults, key=telling_order)
-
-
-def _oracle_array_faults(source: Source) -> list[ReshardError]:
-    """What keeps the oracles from being carried through."""
-    try:
-        if source.findings.is_sound:
-            oracle_arrays(source.folder, source.case)
-        return []
-    except ReshardError as fault:
-        return [fault]
 
 
 def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str, Any]:
