@@ -77,9 +77,7 @@ def join(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints) -> tuple[Ints, Ints]:
     return i, j
 
 
-def _pairs(
-    a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, is_done: NDArray[np.bool_]
-) -> Iterator[tuple[Ints, Ints]]:
+def _pairs(a: Boxes, b: Boxes, a_group: Ints, b_group: Ints, is_done: NDArray[np.bool_]) -> Iterator[tuple[Ints, Ints]]:
     """The pairs of `join`, some at a time; those of a[i] no more once is_done[i]. Boxes of a group come in their order."""
     if not len(a_group) or not len(b_group):
         return

@@ -49,9 +49,13 @@ def _fuzzed(name: str, seconds: int) -> bool:
     files = [f"-max_len={MOST_NBYTES}", f"-artifact_prefix={FINDINGS / name}-", str(corpus)]
     program = f"from tests.fuzz.__main__ import fuzz; fuzz({name!r})"
     command = [sys.executable, "-c", program, *limits, *files, "-print_final_stats=1"]
-    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(
+        command, cwd=FOLDER.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     runs = [line.split()[-1] for line in done.stdout.splitlines() if "number_of_executed_units" in line]
-    print(f"{name}: {runs[0] if runs else 'unknown'} files in {seconds} s, {'something found' if done.returncode else 'nothing found'}")
+    print(
+        f"{name}: {runs[0] if runs else 'unknown'} files in {seconds} s, {'something found' if done.returncode else 'nothing found'}"
+    )
     if done.returncode:
         print("\n".join(done.stdout.splitlines()[-40:]))
     return not done.returncode

@@ -53,13 +53,19 @@ def test_an_index_of_the_memo_takes_no_memory():
 
 
 def test_a_path_does_not_double_with_every_byte():
-    found = read_pickle(b"\x80\x04" + PATH + b"\x94\x8c\x01x\x94" + b"h\x00h\x01h\x01\x86R\x94" * 3 + b".", METADATA_NAMES, "here")
+    found = read_pickle(
+        b"\x80\x04" + PATH + b"\x94\x8c\x01x\x94" + b"h\x00h\x01h\x01\x86R\x94" * 3 + b".", METADATA_NAMES, "here"
+    )
     assert isinstance(found, Record)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_what_python_writes_is_read(protocol):
-    values = {"n": [None, True, False, 0, 255, 65535, -1, 1 << 40, -(1 << 100), 2.5], "s": ["", "ü", "x" * 300], "t": ((), (1, 2))}
+    values = {
+        "n": [None, True, False, 0, 255, 65535, -1, 1 << 40, -(1 << 100), 2.5],
+        "s": ["", "ü", "x" * 300],
+        "t": ((), (1, 2)),
+    }
     values |= {"b": [b"", b"x" * 300]} if protocol > 2 else {}
     assert read_pickle(pickle.dumps(values, protocol), TENSOR_NAMES, "here") == values
 
