@@ -1,6 +1,6 @@
 # Paths are relative, so that the checkout may lie in a folder with spaces in its name.
 .DEFAULT_GOAL := help
-.PHONY: help venv run test test-2 test-3 test-4 bench lint types clean
+.PHONY: help venv run test test-2 test-3 test-4 bench fuzz lint types clean
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
 
@@ -36,6 +36,7 @@ help:
 	@echo 'make test           run all tests (ARGS=...: more options for pytest)'
 	@echo 'make test-N         run tests/mpi alone with N ranks: 2, 3 or 4'
 	@echo 'make bench          measure beside cp and other programs (ARGS=--help: what can be chosen)'
+	@echo 'make fuzz           search for files that break it (SECONDS=60: for each kind; ARGS=case: one kind)'
 	@echo 'make lint           check the style of Python and shell code'
 	@echo 'make types          check the types'
 	@echo 'make clean          remove environments and all that runs leave behind'
@@ -77,6 +78,11 @@ test-2 test-3 test-4: test-%: .venv/.stamp-$(MPI)-test
 bench: .venv/.stamp-$(MPI)-test .venv-$(OTHER_MPI)/.stamp
 	@.venv/bin/python -m tests.benchmarks $(ARGS)
 
+SECONDS = 60
+fuzz: .venv/.stamp-$(MPI)-test
+	@.venv/bin/python $(PIP_INSTALL) -e '.[fuzz]'
+	@.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
 lint: .venv/.stamp-$(MPI)-test
 	@.venv/bin/ruff check --quiet --config .ci/ruff.toml .
 	@.venv/bin/shellcheck launch/*.sh launch/*.sbatch .ci/run
@@ -88,6 +94,6 @@ types: .venv/.stamp-$(MPI)-test
 
 clean:
 	@rm -rf .venv .venv-mpich .venv-openmpi build dist *.egg-info reshard-sample reshard-sample.partial \
-	  .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	  .fuzz .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find reshard_mpi tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo 'clean: done'

@@ -7,7 +7,6 @@ import errno
 import os
 from collections.abc import Iterable
 
-
 LONGEST_LINE = 4000  # characters
 
 

@@ -27,7 +27,8 @@ def deal(
 ) -> list[R | ReshardError]:
     """Collective: rank 0's tasks done by all ranks, the largest first to whoever has least; results, in order, on rank 0.
 
-    What can be expected to go wrong with a task is its result. `progress` is the style in which rank 0 shows how far it is with its own share.
+    What can be expected to go wrong with a task is its result.
+    `progress` is the style in which rank 0 shows how far it is with its own share.
     """
     shares: list[list[tuple[int, T, int]]] = [[] for _ in range(comm.size)]
     costs = [_cost(task, nbytes) for task in tasks or ()]

@@ -6,6 +6,7 @@ OUT.partial holds a journal, which says of which job it is and what is done, and
 import ctypes
 import os
 import shutil
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -106,6 +107,7 @@ class PartialFolder:
             self.path.mkdir()
         elif not (self.path / JOURNAL).is_file() and {entry.name for entry in self.path.iterdir()} - OURS:
             raise UsageError(str(self.path), "is not of a job of ours; remove it, or choose another OUT")
+        self._check_files({*OURS, *files})
         self._lock = lock_alone(self.path)
         if not is_new and not restart:
             self._journal, self.durable = Journal.continued(self.path, identity)
@@ -114,6 +116,12 @@ class PartialFolder:
             self._close_journal()
             self._journal = Journal.begun(self.path, identity)
         share(self._lock)
+
+    def _check_files(self, ours: Collection[str]) -> None:
+        """A FIFO would be waited for, a link followed, and what it leads to written over."""
+        for path in (self.path / name for name in sorted(ours)):
+            if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+                raise UsageError(str(path), "is no file, so not of a job of ours; remove it, or choose another OUT")
 
     def _clear(self, kept: Collection[str]) -> None:
         for entry in self.path.iterdir():

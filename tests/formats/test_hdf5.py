@@ -387,3 +387,28 @@ def test_damage_anywhere_ends_in_an_error_or_in_arrays_of_the_file(seed, plain, 
     assert all(isinstance(fault, ReshardError) for fault in faults)
     arrays = headers.get(path.name, {}).values()
     assert all(a.strided or a.begin + a.nbytes <= len(content) for a in arrays)
+
+
+def heap_of(content: bytes) -> int:
+    """Where the heap begins in which HDF5 keeps texts of any length: attributes, as h5py writes them."""
+    return content.index(b"GCOL")
+
+
+def test_a_heap_without_an_end_is_refused(plain, tmp_path):
+    """HDF5 2.0 follows objects of no length for ever, while it holds Python's lock."""
+    copy, path, _ = damaged(plain, tmp_path)
+    content = bytearray(path.read_bytes())
+    first = heap_of(content) + 16
+    content[first : first + 16] = bytes(16)  # free space of no bytes
+    path.write_bytes(content)
+    assert_refused(run_mpi(2, "reshard", copy, tmp_path / "out"), 3, path.name, "has no end", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [np.zeros(8, "u1"), 5, [b"bfloat16"] * 100], ids=["bytes", "number", "texts"])
+def test_an_attribute_dtype_that_is_no_text_is_refused(value, plain, tmp_path):
+    copy, path, key = damaged(plain, tmp_path)
+    with h5py.File(path, "r+", track_order=True, libver="latest") as file:
+        del file[key].attrs["dtype"]
+        file[key].attrs["dtype"] = value
+    done = run_alone("inspect", copy)
+    assert_refused(done, 3, path.name, "attribute dtype is")

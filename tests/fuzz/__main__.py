@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing with atheris, of one target after the other (CPython 3.11 to 3.13: atheris 3.0 has wheels for them).
+"""Coverage-guided fuzzing with atheris, of one target after the other (the extra `fuzz`).
 
     python -m tests.fuzz --seconds 60 case shard
 
@@ -53,9 +53,8 @@ def _fuzzed(name: str, seconds: int) -> bool:
         command, cwd=FOLDER.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     runs = [line.split()[-1] for line in done.stdout.splitlines() if "number_of_executed_units" in line]
-    print(
-        f"{name}: {runs[0] if runs else 'unknown'} files in {seconds} s, {'something found' if done.returncode else 'nothing found'}"
-    )
+    count, verdict = runs[0] if runs else "unknown", "something found" if done.returncode else "nothing found"
+    print(f"{name}: {count} files in {seconds} s, {verdict}", flush=True)
     if done.returncode:
         print("\n".join(done.stdout.splitlines()[-40:]))
     return not done.returncode

@@ -97,13 +97,15 @@ def test_an_index_a_layout_or_an_oracle_file_that_is_none_is_refused(tmp_path, n
     assert_refused(done, done.returncode, name, out=tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["journal.json", "journal.json.new", "lock"])
+@pytest.mark.parametrize("name", ["journal.jsonl", "journal.jsonl.new", "lock", "rank-00000.safetensors"])
 @pytest.mark.parametrize("restart", [[], ["--restart"]], ids=["go on", "restart"])
 @pytest.mark.parametrize("thing", ["FIFO", "folder", "link"])
 def test_an_out_partial_whose_journal_or_lock_is_no_file_is_somebody_else_s(tmp_path, name, thing, restart):
     partial, precious = tmp_path / "out.partial", tmp_path / "precious"
     partial.mkdir()
     precious.write_text("not ours")
+    if name.startswith("rank"):  # what an earlier run has left is kept
+        (partial / "journal.jsonl").touch()
     {"FIFO": a_fifo, "folder": a_folder, "link": lambda path: path.symlink_to(precious)}[thing](partial / name)
     done = run_mpi(2, "reshard", UNEVEN, tmp_path / "out", *restart, timeout=WITHIN_S)
     assert_refused(done, 2, f"out.partial/{name}", out=tmp_path / "out")
@@ -115,7 +117,7 @@ def test_an_out_partial_whose_journal_or_lock_is_no_file_is_somebody_else_s(tmp_
 )
 def test_a_journal_that_can_t_be_understood_is_a_matter_of_restart(tmp_path, content):
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "journal.json").write_bytes(content)
+    (tmp_path / "out.partial" / "journal.jsonl").write_bytes(content)
     assert_refused(run_alone("reshard", UNEVEN, tmp_path / "out"), 2, "--restart", out=tmp_path / "out")
 
 

@@ -132,3 +132,40 @@ def test_verify_names_every_fault(comm, mpi_tmp_path, capsys):
             faults += [f"{name} is not named: {told}"] if name not in told else []
         faults += ["rank-00001.safetensors is named"] if "rank-00001.safetensors" in told else []
     assert not faults_of_all(comm, faults)
+
+
+def test_verify_names_faults_of_every_kind_at_once(comm, mpi_tmp_path, capsys):
+    """A flipped bit, a shard that isn't there, a hole, and an oracle that is wrong, each of tensors of its own."""
+    case = mpi_tmp_path / "case"
+    copy_on_root(comm, CASES / "tp2-pp2-layers-tied", case)
+    expected: list[str] = []
+    if comm.rank == 0:
+        expected = damage_in_every_way(case)
+    comm.Barrier()
+    code, verdict, faults = printed(comm, capsys, "verify", case)
+    faults += unequal("exit", code, 3)
+    if comm.rank == 0:
+        told = [f"{fault['where']}: {fault['message']}" for fault in verdict["faults"]]
+        faults += [f"{word} is not named: {told}" for word in expected if not any(word in one for one in told)]
+        faults += unequal("exit codes", {fault["exit_code"] for fault in verdict["faults"]}, {3, 4, 5})
+    assert not faults_of_all(comm, faults)
+
+
+def damage_in_every_way(case: Path) -> list[str]:
+    """Words that must be told. Layers 0 to 2 and the embedding are of ranks 0 and 1, all else of ranks 2 and 3."""
+    manifest = json.loads((case / "case.json").read_text())
+    (case / "rank-00003.safetensors").unlink()
+    flip_last_bit(case / "rank-00000.safetensors")
+    for oracle in manifest["oracles"]:
+        if oracle["logical_tensor_id"] == "layers.0.mlp.weight":
+            oracle["sha256"] = "sha256:" + 64 * "0"
+    manifest["fragments"] = [f for f in manifest["fragments"] if f["fragment_id"] != "layers.1.mlp.weight|r1"]
+    manifest["expected_manifest_digest"] = None
+    (case / "case.json").write_text(json.dumps(manifest))
+    return [
+        "rank-00003.safetensors: can't open",
+        "rank-00000.safetensors: array",
+        "tensor layers.1.mlp.weight: box",
+        "tensor layers.0.mlp.weight has digest",
+        "oracle of layers.0.mlp.weight",
+    ]

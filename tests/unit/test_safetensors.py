@@ -92,6 +92,7 @@ HOSTILE = [
     ("one offset", {"a": entry(data_offsets=[8])}, 8, "header entry 'a'"),
     ("no offsets", {"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
     ("no shape", {"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "shape"),
+    ("more axes than numpy has", {"a": entry(shape=[1] * 64, data_offsets=[0, 4])}, 4, "length <= 63"),
     ("an entry that is none", {"a": [0, 8]}, 8, "header entry 'a'"),
     ("metadata that is no map", {"__metadata__": ["pt"], "a": entry()}, 8, "no map of strings"),
     ("metadata of numbers", {"__metadata__": {"step": 5}, "a": entry()}, 8, "no map of strings"),
