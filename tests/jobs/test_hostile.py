@@ -62,8 +62,16 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("thing", THINGS, ids=[thing.__name__ for thing in THINGS])
-@pytest.mark.parametrize(("source", "name"), PLACES, ids=[name for _, name in PLACES])
+NO_FILES = [
+    (source, name, thing)
+    for source, name in PLACES
+    for thing in (THINGS if name == SHARD else [a_fifo, a_device, a_huge_file])
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "thing"), NO_FILES, ids=[f"{name} {thing.__name__}" for _, name, thing in NO_FILES]
+)
 def test_what_is_no_file_of_the_folder_is_refused(tmp_path, source, name, thing):
     copy = copy_of(source, tmp_path / "source")
     (copy / name).unlink()
@@ -98,8 +106,11 @@ def test_an_index_a_layout_or_an_oracle_file_that_is_none_is_refused(tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["journal.jsonl", "journal.jsonl.new", "lock", "rank-00000.safetensors"])
-@pytest.mark.parametrize("restart", [[], ["--restart"]], ids=["go on", "restart"])
-@pytest.mark.parametrize("thing", ["FIFO", "folder", "link"])
+@pytest.mark.parametrize(
+    ("thing", "restart"),
+    [("FIFO", []), ("folder", []), ("link", ["--restart"])],
+    ids=["FIFO", "folder", "link, restart"],
+)
 def test_an_out_partial_whose_journal_or_lock_is_no_file_is_somebody_else_s(tmp_path, name, thing, restart):
     partial, precious = tmp_path / "out.partial", tmp_path / "precious"
     partial.mkdir()
@@ -197,7 +208,7 @@ STARVED = [
     ("command", "place", "rank", "how"), STARVED, ids=[f"{r[0]} {r[1].split(':')[1]}" for r in STARVED]
 )
 def test_a_rank_without_memory_ends_all_with_one_line(tmp_path, command, place, rank, how):
-    source = write_sample(tmp_path / "source", "48M")
+    source = write_sample(tmp_path / "source", "48M" if how == "starve" else "1M")
     rest = {"reshard": [tmp_path / "out", "--target", "tp=3"], "verify": [], "compare": [source]}[command]
     code = f"{AT}{NO_MEMORY}at({place!r}, {rank}, {how})\nmain()\n"
     done = run_python_mpi(3, "-c", code, command, source, *rest, "--progress", "off")
