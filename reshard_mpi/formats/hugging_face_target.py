@@ -51,6 +51,7 @@ def in_files(outgoing: Outgoing, most_nbytes: int) -> Outgoing:
         aliases={},
         files=names,
         keys=outgoing.keys,
+        padded=outgoing.padded,
     )
 
 

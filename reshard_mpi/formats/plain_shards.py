@@ -163,7 +163,7 @@ def _fragments(
         columns.append((axes, _intervals(fqn, column, axes, sizes, said.statements, mesh, layout)))
     shape = tuple(max(stop for intervals in of.values() for _, stop in intervals) for _, of in columns)
     held = {
-        rank: stored_boxes([of[tuple(coordinates[rank][axis] for axis in axes)] for axes, of in columns])
+        rank: stored_boxes([of[tuple(coordinates[rank][axis] for axis in axes)] for axes, of in columns], shape)
         for rank in sorted(arrays)
     }
     replicas = replicas_of(fqn, [(rank, box) for rank, (_, boxes) in held.items() for box, _ in boxes])
@@ -179,7 +179,7 @@ def _fragments(
                 element_offset=offset,
                 element_extent=extent,
                 local_shape=stored,
-                padding=no_padding(len(shape)) if extent == stored else padding_around(before, extent, stored),
+                padding=no_padding(len(shape)) if extent == stored else padding_around(before, extent, stored, "view"),
                 dtype=like.dtype,
                 payload_file=_payload_file(rank),
                 payload_key=fqn,

@@ -109,18 +109,25 @@ def _joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
     return tuple(found)
 
 
-def stored_boxes(columns: Sequence[Intervals]) -> tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]:
+def stored_boxes(
+    columns: Sequence[Intervals], shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[tuple[Box, tuple[int, ...]], ...]]:
     """The array that holds some intervals of each axis: its shape, and its boxes, each with the elements before it per axis.
 
-    >>> stored_boxes([((2, 4), (5, 6)), ((0, 9),)])
+    What lies beyond the tensor's `shape` is padding: stored, but in no box.
+
+    >>> stored_boxes([((2, 4), (5, 6)), ((0, 9),)], (6, 9))
     ((3, 9), ((((2, 0), (2, 9)), (0, 0)), (((5, 0), (1, 9)), (2, 0))))
+    >>> stored_boxes([((4, 8),)], (6,)), stored_boxes([((8, 12),)], (6,))
+    (((4,), ((((4,), (2,)), (0,)),)), ((4,), ((((6,), (0,)), (0,)),)))
     """
+    held = [_joined([(min(a, size), min(b, size)) for a, b in of]) for of, size in zip(columns, shape, strict=True)]
     boxes = []
-    for pieces in itertools.product(*columns):
+    for pieces in itertools.product(*held):
         box = tuple(start for start, _ in pieces), tuple(stop - start for start, stop in pieces)
         before = tuple(
             sum(stop - start for start, stop in column[: column.index(piece)])
-            for column, piece in zip(columns, pieces, strict=True)
+            for column, piece in zip(held, pieces, strict=True)
         )
         boxes.append((box, before))
     return tuple(sum(stop - start for start, stop in column) for column in columns), tuple(boxes)

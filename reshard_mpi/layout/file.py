@@ -19,15 +19,15 @@ with or without the `model.` before its keys, and `*` alone is every tensor. Of 
 there are fewer units than ranks, neighbouring ranks hold the same one. `members`: of a fused tensor, how many equal parts it has
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
 
-[[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`.
+[[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`; [padding] adds some: see
+`padding`.
 """
 
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,12 @@ import msgspec
 from msgspec import Struct
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Layout, Rule
-from reshard_mpi.checkpoint.mesh import canonical
+from reshard_mpi.checkpoint.mesh import Mesh, canonical
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
 from reshard_mpi.layout.operations import Headers, Operation, parse_operation
+from reshard_mpi.layout.padding import Pad, Padded, padded, parse_pad
+from reshard_mpi.layout.patterns import is_pattern, matches
 from reshard_mpi.layout.rules import Tensor
 from reshard_mpi.layout.words import HOOKS, is_packed, is_word, known_words, tensor_axis
 
@@ -47,7 +49,6 @@ PRESETS = Path(__file__).parent.parent / "layouts"
 CONFIG_FILE = "config.json"
 NO_LAYOUT = "none"
 LARGEST_FILE = 1 << 24
-OPTIMIZER_STATES = frozenset("exp_avg exp_avg_sq max_exp_avg_sq momentum_buffer master_param".split())
 _FACTOR = re.compile(r"[A-Za-z_]\w*|\d{1,18}", re.ASCII)
 
 Size = int | str
@@ -70,12 +71,8 @@ class Statement:
     pattern: str
     says: Says
 
-    @cached_property
-    def _matches(self) -> re.Pattern[str]:
-        return _compiled(self.pattern)
-
     def matches(self, fqn: str) -> bool:
-        return any(self._matches.fullmatch(f"{name}.") for name in _names_of(fqn))
+        return matches(self.pattern, fqn)
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,7 @@ class LayoutFile:
     axes: Mapping[str, tuple[Statement, ...]]
     values: Mapping[str, int]
     operations: tuple[Operation, ...] = ()
+    pads: tuple[Pad, ...] = ()
 
     def with_values(self, values: Mapping[str, int]) -> "LayoutFile":
         """The same with further numbers, which go before those that were known."""
@@ -102,6 +100,10 @@ class LayoutFile:
 
     def statement(self, axis: str, fqn: str) -> Statement | None:
         return next((one for one in self.axes.get(axis, ()) if one.matches(fqn)), None)
+
+    def padded(self, tensors: Iterable[Tensor], target: Mesh) -> Padded:
+        """The shapes to which tensors are padded in the target: those that are cut."""
+        return padded(self.pads, tensors, dict(target.axes), self.number)
 
     def resolve(self, tensors: Iterable[Tensor], split_axes: Iterable[str]) -> Resolved:
         """The rules of all tensors; how they are cut by the mesh axes `split_axes`, those of the target."""
@@ -150,17 +152,17 @@ class LayoutFile:
         repeats = repeats_of(statement, len(sizes))
         return Cut(tuple(Member(size, unit, repeat) for size, repeat in zip(sizes, repeats, strict=True)))
 
-    def number(self, where: str, size: Size) -> int:
-        """The value of `128`, "head_dim" or "3 * head_dim"."""
-        found = 1
+    def number(self, where: str, size: Size, more: Mapping[str, int] | None = None) -> int:
+        """The value of `128`, "head_dim" or "3 * head_dim"; `more` are names that are known unless the layout has them."""
+        found, values = 1, {**(more or {}), **self.values}
         for factor in str(size).replace(" ", "").split("*"):
-            if not factor.isdecimal() and factor not in self.values:
+            if not factor.isdecimal() and factor not in values:
                 raise InputError(
                     where,
                     f"{factor} isn't known; give it in [model] of the layout file, with --layout-set {factor}=N, or with "
                     "the model's config.json beside the source",
                 )
-            found *= int(factor) if factor.isdecimal() else self.values[factor]
+            found *= int(factor) if factor.isdecimal() else values[factor]
         return found
 
     def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers]:
@@ -209,27 +211,6 @@ def repeats_of(statement: Statement, nmembers: int) -> tuple[bool, ...]:
             statement.where, f"repeat has {len(repeats)} entries for {nmembers} members; expected one each"
         )
     return repeats
-
-
-def _names_of(fqn: str) -> list[str]:
-    """What patterns are held against: the fqn and the module path, without the name of an optimizer's state."""
-    path, _, last = fqn.rpartition(".")
-    whole = path if path and last in OPTIMIZER_STATES else fqn
-    return [fqn, whole, whole.rpartition(".")[0] or whole]
-
-
-@lru_cache(maxsize=1 << 12)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """What names match that have a dot after every word."""
-    parts = []
-    for word in pattern.split("."):
-        if word == "**":
-            parts.append(r"(?:[^.]+\.)*")
-        elif word == "*":
-            parts.append(r"[^.]+\.")
-        else:
-            parts.append(re.escape(word).replace(r"\*", "[^.]*") + r"\.")
-    return re.compile(r"(?:.*\.)?" + "".join(parts))
 
 
 # ---- reading
@@ -281,7 +262,7 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raw = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, f"no valid TOML: {error}") from error
-    unknown = sorted(raw.keys() - {"model", "axes", "operations"})
+    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding"})
     if unknown:
         raise InputError(where, f"unknown table {names(unknown)}; expected [model] and [axes.tp], say")
     axes: dict[str, tuple[Statement, ...]] = {}
@@ -301,13 +282,14 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
     if not isinstance(listed, list):
         raise InputError(f"{where}: operations", "is no list of tables; expected [[operations]]")
     operations = tuple(parse_operation(one, f"{where}: operations[{index}]") for index, one in enumerate(listed))
-    if not axes and not operations:
+    pads = tuple(parse_pad(pattern, entry, here) for pattern, entry, here in _patterns(raw, "padding", where))
+    if not axes and not operations and not pads:
         raise InputError(where, "has no table [axes.NAME]; expected one for each mesh axis that it speaks of")
     values = _table(raw, "model", where)
     for name, value in values.items():
         if not _is_number(value):
             raise InputError(f"{where}: model.{name}", f"is {value!r}; expected a number, 1 or more")
-    return LayoutFile(where, axes, values, operations)
+    return LayoutFile(where, axes, values, operations, pads)
 
 
 def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
@@ -315,6 +297,19 @@ def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{where}: {key}", f"is {found!r}; expected a table")
     return found
+
+
+def _patterns(raw: Mapping[str, Any], key: str, where: str) -> Iterator[tuple[str, object, str]]:
+    """The lines of a table of patterns: each pattern, what is said of it, and where."""
+    for pattern, entry in _table(raw, key, where).items():
+        here = f'{where}: {key}."{pattern}"'
+        _check_pattern(pattern, here)
+        yield pattern, entry, here
+
+
+def _check_pattern(pattern: str, where: str) -> None:
+    if not is_pattern(pattern):
+        raise InputError(where, "is no pattern: between its dots there must be words")
 
 
 def _statement(pattern: str, entry: object, where: str) -> Statement:
@@ -335,8 +330,7 @@ def _statement(pattern: str, entry: object, where: str) -> Statement:
             )
     if says.members in ((), 0) or (isinstance(says.members, int) and says.members < 0):
         raise InputError(f"{where}.members", f"is {says.members!r}; expected how many there are, or the size of each")
-    if "" in pattern.split("."):
-        raise InputError(where, "is no pattern: between its dots there must be words")
+    _check_pattern(pattern, where)
     statement = Statement(where, pattern, says)
     members = members_of(statement)
     repeats_of(statement, members if isinstance(members, int) else len(members))

@@ -230,7 +230,7 @@ class Placement(NamedTuple):
     """All that decides which ranks of a mesh hold a tensor of `shape`, and which box of it; equal for many tensors.
 
     `splits`: the tensor axis that each mesh axis splits; `stages`: the coordinates at which a mesh axis holds it; `cuts`: how
-    a mesh axis splits, where it isn't as `torch.chunk` does.
+    a mesh axis splits, where it isn't as `torch.chunk` does; `padded`: the shape that is split in place of `shape`, if any.
     """
 
     shape: tuple[int, ...]
@@ -238,10 +238,16 @@ class Placement(NamedTuple):
     stages: tuple[tuple[str, tuple[int, ...]], ...]
     mesh: Mesh
     cuts: tuple[tuple[str, Cut], ...] = ()
+    padded: tuple[int, ...] | None = None
 
 
 def placement_of(
-    tensor: Tensor, rules: Mapping[str, Rule], mesh: Mesh, stacks: Stacks, cuts: Mapping[str, Cut] | None = None
+    tensor: Tensor,
+    rules: Mapping[str, Rule],
+    mesh: Mesh,
+    stacks: Stacks,
+    cuts: Mapping[str, Cut] | None = None,
+    padded: tuple[int, ...] | None = None,
 ) -> Placement:
     splits, stages = [], []
     for axis, size in mesh.split_axes.items():
@@ -251,7 +257,7 @@ def placement_of(
         elif isinstance(rule, int):
             splits.append((axis, rule))
     held = tuple((axis, cut) for axis, cut in (cuts or {}).items() if axis in dict(splits))
-    return Placement(tensor.shape, tuple(splits), tuple(stages), mesh, held)
+    return Placement(tensor.shape, tuple(splits), tuple(stages), mesh, held, padded)
 
 
 class Held(NamedTuple):
@@ -268,7 +274,7 @@ def target_arrays(placement: Placement) -> tuple[Held, ...]:
 
     Several boxes to an array where the tensor is fused.
     """
-    if not placement.cuts:
+    if not placement.cuts and placement.padded is None:
         none = (0,) * len(placement.shape)
         return tuple(Held(rank, box[1], ((box, none),)) for rank, box in target_boxes(placement))
     ranks, _, _ = boxes_of(placement)
@@ -280,11 +286,11 @@ def target_arrays(placement: Placement) -> tuple[Held, ...]:
 
 def _held(placement: Placement, rank: int, coordinates: Mapping[str, int]) -> Held:
     sizes, tensor_axis_of, cuts = dict(placement.mesh.axes), dict(placement.splits), dict(placement.cuts)
-    columns: list[Intervals] = [((0, size),) for size in placement.shape]
+    columns: list[Intervals] = [((0, size),) for size in placement.padded or placement.shape]
     for axis in nesting_order(tensor_axis_of):
         column = tensor_axis_of[axis]
         columns[column] = cut_axis(columns[column], sizes[axis], coordinates[axis], cuts.get(axis))
-    return Held(rank, *stored_boxes(columns))
+    return Held(rank, *stored_boxes(columns, placement.shape))
 
 
 @lru_cache(maxsize=64)

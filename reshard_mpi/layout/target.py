@@ -37,7 +37,15 @@ MOST_EVIDENCE = 64
 PAIRS_AT_ONCE = 1 << 20  # of source and target boxes
 ALONE = Replica(None, 1, 0)
 
-Cuts = Mapping[str, Mapping[str, Cut]]  # by logical tensor and mesh axis, where a split isn't as by `torch.chunk`
+
+class Exceptions(NamedTuple):
+    """By logical tensor, where `torch.chunk` of it isn't what is stored: how mesh axes cut it, and to which shape it is padded."""
+
+    cuts: Mapping[str, Mapping[str, Cut]]
+    padded: Mapping[str, tuple[int, ...]]
+
+
+NO_EXCEPTIONS = Exceptions({}, {})
 
 
 class TargetArray(NamedTuple):
@@ -66,7 +74,8 @@ class Outgoing:
     """The case to be written, still without digests; `array_of[i]` is the array that holds `case.fragments[i]`.
 
     Arrays are in the order of the shards, within a shard in the order in which they are stored. `aliases[rank]` maps the key
-    under which a tensor would have been stored to the key of the array that it shares; `keys` are those of all tensors.
+    under which a tensor would have been stored to the key of the array that it shares; `keys` are those of all tensors, `padded`
+    the shapes that their arrays make up, where that isn't the tensor's own.
     """
 
     case: Case
@@ -75,6 +84,7 @@ class Outgoing:
     aliases: Mapping[int, Mapping[str, str]]
     files: tuple[str, ...]
     keys: Mapping[str, str]
+    padded: Mapping[str, tuple[int, ...]]
 
     @property
     def nranks(self) -> int:
@@ -114,7 +124,7 @@ def outgoing_case(
     layout: Layout,
     target: Mesh,
     included: Collection[str],
-    cuts: Cuts | None = None,
+    exceptions: Exceptions = NO_EXCEPTIONS,
     suffix: str = "safetensors",
 ) -> Outgoing:
     """The case that holds the `included` tensors of `case` in the `target` topology. There must be no `misfits`.
@@ -127,7 +137,7 @@ def outgoing_case(
     tensors = {tensor_id: fragments for tensor_id, fragments in by_tensor(case.fragments).items() if tensor_id in kept}
     stored_as = _shared_tensors(tensors)
     held = {
-        tensor_id: _target_arrays(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout, target, stacks, cuts or {})
+        tensor_id: _target_arrays(Tensor(tensor_id, f[0].fqn, f[0].global_shape), layout, target, stacks, exceptions)
         for tensor_id, f in tensors.items()
     }
     on_rank = {(array.rank, tensor_id): array for tensor_id, arrays in held.items() for array in arrays}
@@ -160,6 +170,7 @@ def outgoing_case(
                         box,
                         before,
                         array.stored,
+                        "view" if len(array.boxes) > 1 else "alignment",
                         next(replicas),
                         axes,
                         keys[keeper],
@@ -181,18 +192,21 @@ def outgoing_case(
     files = tuple(rank.file for rank in ranks)
     array_of = tuple(position[array_of_fragment[i]] for i in order)
     keys_of = {tensor_id: keys[tensor_id] for tensor_id in held}
-    return Outgoing(written, tuple(arrays_written), array_of, aliases, files, keys_of)
+    padded = {tensor_id: shape for tensor_id, shape in exceptions.padded.items() if tensor_id in held}
+    return Outgoing(written, tuple(arrays_written), array_of, aliases, files, keys_of, padded)
 
 
-def misfits(case: Case, layout: Layout, target: Mesh, included: Collection[str], cuts: Cuts) -> list[ReshardError]:
+def misfits(
+    case: Case, layout: Layout, target: Mesh, included: Collection[str], exceptions: Exceptions
+) -> list[ReshardError]:
     """Of the `included` tensors those that can't be cut as they should be, with the reasons."""
-    stacks, kept = Stacks(fragment.fqn for fragment in case.fragments), set(included)
+    stacks, kept, cuts = Stacks(fragment.fqn for fragment in case.fragments), set(included), exceptions.cuts
     found: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor_id, fragments in by_tensor(case.fragments).items():
         if tensor_id in kept and tensor_id in cuts:
             tensor = Tensor(tensor_id, fragments[0].fqn, fragments[0].global_shape)
             try:
-                _target_arrays(tensor, layout, target, stacks, cuts)
+                _target_arrays(tensor, layout, target, stacks, exceptions)
             except Misfit as misfit:
                 axes = (f"{axis} of axis {layout[tensor_id][axis]}" for axis in sorted(cuts[tensor_id]))
                 found[names(axes), str(misfit)].append(tensor_id)
@@ -205,9 +219,11 @@ def misfits(case: Case, layout: Layout, target: Mesh, included: Collection[str],
     ]
 
 
-def _target_arrays(tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, cuts: Cuts) -> tuple[Held, ...]:
-    rules = layout[tensor.tensor_id]
-    return target_arrays(placement_of(tensor, rules, target, stacks, cuts.get(tensor.tensor_id)))
+def _target_arrays(
+    tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, exceptions: Exceptions
+) -> tuple[Held, ...]:
+    cuts, padded = exceptions.cuts.get(tensor.tensor_id), exceptions.padded.get(tensor.tensor_id)
+    return target_arrays(placement_of(tensor, layout[tensor.tensor_id], target, stacks, cuts, padded))
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:
@@ -257,6 +273,7 @@ def _fragment(
     box: Box,
     before: tuple[int, ...],
     stored: tuple[int, ...],
+    semantic: str,
     replica: Replica,
     axes: tuple[int, ...],
     key: str,
@@ -273,7 +290,7 @@ def _fragment(
         element_offset=offset,
         element_extent=extent,
         local_shape=stored,
-        padding=no_padding(len(extent)) if stored == extent else padding_around(before, extent, stored),
+        padding=no_padding(len(extent)) if stored == extent else padding_around(before, extent, stored, semantic),
         dtype=like.dtype,
         payload_file=on_rank.file,
         payload_key=key,
@@ -292,10 +309,10 @@ def no_padding(naxes: int) -> Padding:
     return Padding((0,) * naxes, (0,) * naxes, "none")
 
 
-def padding_around(before: tuple[int, ...], extent: tuple[int, ...], stored: tuple[int, ...]) -> Padding:
-    """The rest of an array of several boxes, as one of them sees it."""
+def padding_around(before: tuple[int, ...], extent: tuple[int, ...], stored: tuple[int, ...], semantic: str) -> Padding:
+    """The rest of an array as one box sees it: other boxes and what pads them."""
     after = tuple(whole - size - first for whole, size, first in zip(stored, extent, before, strict=True))
-    return Padding(before, after, "view")
+    return Padding(before, after, semantic)
 
 
 def _arrays(

@@ -21,7 +21,7 @@ from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.rules import Tensor, target_layout
-from reshard_mpi.layout.target import Outgoing, TargetArray, misfits, outgoing_case
+from reshard_mpi.layout.target import Exceptions, Outgoing, TargetArray, misfits, outgoing_case
 from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.earlier import Earlier
 from reshard_mpi.plan.plan import ArrayTable, Plan
@@ -120,13 +120,14 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
-        given = _given(source.case, target, selection)
+        given, shapes = _given(source.case, target, selection)
         layout, faults = target_layout(source.case, target, given.layout)
         faults = given.faults + faults
-        faults += [] if faults else misfits(source.case, layout, target, kept, given.cuts)
+        exceptions = Exceptions(given.cuts, shapes)
+        faults += [] if faults else misfits(source.case, layout, target, kept, exceptions)
         if not faults:
             suffix = "h5" if selection.format == "hdf5" else "safetensors"
-            outgoing = outgoing_case(source.case, layout, target, kept, given.cuts, suffix)
+            outgoing = outgoing_case(source.case, layout, target, kept, exceptions, suffix)
             if selection.format == "hdf5":
                 check_names(outgoing)
             return outgoing if selection.format != "hf" else in_files(outgoing, selection.most_file_nbytes), []
@@ -136,12 +137,15 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     return None, faults
 
 
-def _given(case: Case, target: Mesh, selection: Selection) -> Resolved:
-    """What the layout file says, if there is one."""
+def _given(case: Case, target: Mesh, selection: Selection) -> tuple[Resolved, dict[str, tuple[int, ...]]]:
+    """What the layout file says, if there is one; and the shapes to which it has tensors padded."""
     if selection.layout is None:
-        return Resolved({}, {}, [])
+        return Resolved({}, {}, []), {}
     tensors = {f.logical_tensor_id: Tensor(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}
-    return selection.layout.resolve(tensors.values(), target.split_axes)
+    shapes, faults = selection.layout.padded(tensors.values(), target)
+    cut = (replace(tensor, shape=shapes.get(name, tensor.shape)) for name, tensor in tensors.items())
+    resolved = selection.layout.resolve(cut, target.split_axes)
+    return replace(resolved, faults=faults + resolved.faults), shapes
 
 
 @no_garbage_collection()
@@ -245,6 +249,8 @@ def _target_places(array: TargetArray) -> Iterator[Place]:
     A member of a fused axis 1 is a part of every index of axis 0, say.
     """
     for (offset, extent), before in array.boxes:
+        if 0 in extent:  # nothing but padding is stored, which a new file holds already
+            continue
         partial = [axis for axis, size in enumerate(extent) if size != array.shape[axis]]
         leading = extent[: partial[-1]] if partial else ()
         for index in np.ndindex(*leading):

@@ -287,7 +287,7 @@ class Lead:
             array: digest_name(arrays.digest[array].tobytes()) for array in np.flatnonzero(arrays.has_digest).tolist()
         }
         fragments = tuple(
-            msgspec.structs.replace(f, fragment_digest=known[array] if f.has_elements else DIGEST_OF_NOTHING)
+            msgspec.structs.replace(f, fragment_digest=known[array] if 0 not in f.local_shape else DIGEST_OF_NOTHING)
             for f, array in zip(self.case.fragments, self.prepared.outgoing.array_of, strict=True)
         )
         return msgspec.structs.replace(self.case, fragments=fragments)

@@ -226,7 +226,7 @@ def test_parts_of_parts_hold_every_element_once(sizes, outer, inner):
 
 
 def test_boxes_of_an_array_fill_it():
-    stored, boxes = stored_boxes([((0, 2), (4, 5)), ((1, 3),), ((0, 1), (2, 3))])
+    stored, boxes = stored_boxes([((0, 2), (4, 5)), ((1, 3),), ((0, 1), (2, 3))], (5, 3, 3))
     assert stored == (3, 2, 2) and len(boxes) == 4
     assert sum(extent[0] * extent[1] * extent[2] for (_, extent), _ in boxes) == 12
     assert {before for _, before in boxes} == {(0, 0, 0), (0, 0, 1), (2, 0, 0), (2, 0, 1)}
