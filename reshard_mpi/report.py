@@ -123,7 +123,7 @@ def summary_of(ranks: Sequence[Mapping[str, Any]], **facts: Any) -> dict[str, An
     }
 
 
-def changes_text(changes: Mapping[str, Sequence[Mapping[str, str]]]) -> str:
+def changes_text(changes: Mapping[str, Sequence[Mapping[str, object]]]) -> str:
     """How many tensors are not in the target as they were; nothing where there are none.
 
     >>> changes_text({"renamed": [{}, {}], "dropped": [{}]})

@@ -6,7 +6,7 @@ several rules to cast the last one that matches counts.
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,14 @@ class RenameRule(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.pattern}{ARROW}{self.replacement}"
+
+
+class Operated(NamedTuple):
+    """What an operation of a layout file does to a tensor, by the fqn that it had; `detail` is as JSON has it."""
+
+    kind: str
+    fqn: str
+    detail: Mapping[str, object]
 
 
 class CastRule(NamedTuple):

@@ -36,6 +36,7 @@ from msgspec import Struct
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Layout, Rule
 from reshard_mpi.checkpoint.mesh import Mesh, canonical
+from reshard_mpi.checkpoint.wanted import Operated
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
 from reshard_mpi.layout.operations import Headers, Operation, parse_operation
@@ -165,11 +166,18 @@ class LayoutFile:
             found *= int(factor) if factor.isdecimal() else values[factor]
         return found
 
-    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers]:
-        """Case and headers after all operations."""
+    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers, tuple[Operated, ...]]:
+        """Case and headers after all operations, and what these have done to tensors."""
+        done: list[Operated] = []
         for operation in self.operations:
+            before = case
             case, headers = operation.apply(case, headers, self.number)
-        return case, headers
+            done += operation.changes(before, self.number)  # now that it is known to fit
+        return case, headers, tuple(done)
+
+    def decides(self) -> list[object]:
+        """All that the bytes of a target depend on, as JSON values."""
+        return [self.text(), repr((self.operations, self.pads)), dict(self.values)]
 
     def text(self) -> str:
         """The layout as a file, with the numbers that its rules name; without operations, which a target has behind it."""

@@ -33,8 +33,12 @@ from msgspec import Struct
 
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Case, Fragment, Padding, Replica, Rule
+from reshard_mpi.checkpoint.wanted import Operated
 from reshard_mpi.errors import InputError
 from reshard_mpi.storage.safetensors import StoredArray
+
+# An operation, and what a tensor is after it.
+KINDS = {"rename": "renamed", "split": "split", "unstack": "unstacked", "trim": "trimmed"}
 
 Headers = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
 Number = Callable[[str, int | str], int]  # (where, size as the file has it) -> elements
@@ -107,6 +111,25 @@ class Operation:
             expected_manifest_digest=None,
         )
         return changed, arrays
+
+    def changes(self, case: Case, number: Number) -> Iterator[Operated]:
+        """What it does to the tensors of a case, each once, in the order of their ids."""
+        says, kind = self.says, next(done for kind, done in KINDS.items() if getattr(self.says, kind) is not None)
+        for _, fqn, shape in sorted({(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}):
+            if not self._pattern.fullmatch(fqn):
+                continue
+            if says.split is not None:
+                detail: dict[str, object] = {"into": [self._renamed(fqn, to) for to in says.into or {}]}
+            elif says.unstack is not None:
+                names = (str(says.to).replace("{}", str(index)) for index in range(shape[0]))
+                detail = {"into": [self._renamed(fqn, name) for name in names]}
+            elif says.rename is not None:
+                detail = {"to": self._renamed(fqn, str(says.to))}
+            elif says.trim is not None:
+                detail = {"axis": says.axis, "from": shape[says.axis], "to": number(self.where, says.to or 0)}
+            else:
+                detail = {}
+            yield Operated(kind, fqn, detail)
 
     def _parts(
         self, fragment: Fragment, headers: dict[str, dict[str, StoredArray]], number: Number
@@ -255,9 +278,9 @@ def parse_operation(raw: object, where: str) -> Operation:
         says = msgspec.convert(raw, Says)
     except msgspec.ValidationError as error:
         raise InputError(where, f"{error}; expected rename, unstack or trim and to, or split and into") from error
-    kinds = [kind for kind in ("rename", "split", "unstack", "trim") if getattr(says, kind) is not None]
+    kinds = [kind for kind in KINDS if getattr(says, kind) is not None]
     if len(kinds) != 1:
-        raise InputError(where, f"is {' and '.join(kinds) or 'nothing'}; expected one of rename, split, unstack, trim")
+        raise InputError(where, f"is {' and '.join(kinds) or 'nothing'}; expected one of {', '.join(KINDS)}")
     (kind,) = kinds
     if (says.into is None) == (kind == "split") or (says.to is None) == (kind != "split"):
         raise InputError(where, f"{kind} takes {'into' if kind == 'split' else 'to'}, and only that")

@@ -39,7 +39,7 @@ ALONE = Replica(None, 1, 0)
 
 
 class Exceptions(NamedTuple):
-    """By logical tensor, where `torch.chunk` of it isn't what is stored: how mesh axes cut it, and to which shape it is padded."""
+    """By logical tensor, where `torch.chunk` of it isn't what is stored: how mesh axes cut it, to which shape it is padded."""
 
     cuts: Mapping[str, Mapping[str, Cut]]
     padded: Mapping[str, tuple[int, ...]]

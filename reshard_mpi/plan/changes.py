@@ -12,8 +12,10 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from reshard_mpi.checkpoint.manifest import Case, Fragment
-from reshard_mpi.checkpoint.wanted import CAST_FROM, CastRule, RenameRule, cast_rule_of, new_name
+from reshard_mpi.checkpoint.wanted import CAST_FROM, CastRule, Operated, RenameRule, cast_rule_of, new_name
 from reshard_mpi.errors import InputError, UsageError, names, plural
+from reshard_mpi.layout.operations import KINDS
+from reshard_mpi.layout.target import Outgoing
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.source import Source
@@ -43,22 +45,42 @@ class Dropped(NamedTuple):
     fqn: str
 
 
+class Padded(NamedTuple):
+    """A tensor by id, its shape, and the shape to which the arrays that hold it are padded."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Changes:
-    """Every tensor that is not in the target as it was, sorted by id; `source_ids` are the ids that renamed ones had."""
+    """Every tensor that is not in the target as it was; `source_ids` are the ids that renamed ones had.
+
+    `operated` are in the order in which operations were applied, the others sorted by id; `renamed` came after those.
+    """
 
     renamed: tuple[Renamed, ...] = ()
     cast: tuple[Cast, ...] = ()
     dropped: tuple[Dropped, ...] = ()
+    operated: tuple[Operated, ...] = ()
+    padded: tuple[Padded, ...] = ()
     source_ids: Mapping[str, str] | None = None
     warnings: tuple[str, ...] = ()
 
-    def facts(self) -> dict[str, list[dict[str, str]]]:
+    def facts(self) -> dict[str, list[dict[str, object]]]:
         """As JSON values."""
+        operated: dict[str, list[dict[str, object]]] = {kind: [] for kind in KINDS.values()}
+        for kind, fqn, detail in self.operated:
+            operated[kind].append({"from": fqn, **detail} if kind == "renamed" else {"tensor": fqn, **detail})
+        operated["renamed"] += [{"tensor": tensor, "from": old, "to": new} for tensor, old, new in self.renamed]
         return {
-            "renamed": [{"tensor": tensor, "from": old, "to": new} for tensor, old, new in self.renamed],
+            **operated,
             "cast": [{"tensor": tensor, "fqn": fqn, "from": old, "to": new} for tensor, fqn, old, new in self.cast],
             "dropped": [{"tensor": tensor, "fqn": fqn} for tensor, fqn in self.dropped],
+            "padded": [
+                {"tensor": tensor, "from": list(shape), "to": list(stored)} for tensor, shape, stored in self.padded
+            ],
         }
 
 
@@ -226,6 +248,15 @@ def dropped_from(case: Case, kept: Collection[str]) -> tuple[Dropped, ...]:
     fqns = {fragment.logical_tensor_id: fragment.fqn for fragment in case.fragments}
     kept = set(kept)
     return tuple(sorted(Dropped(tensor, fqn) for tensor, fqn in fqns.items() if tensor not in kept))
+
+
+def with_padding(changes: Changes, outgoing: Outgoing) -> Changes:
+    """The changes, now that it is known how tensors will be stored."""
+    shapes = {f.logical_tensor_id: f.global_shape for f in outgoing.case.fragments}
+    return replace(
+        changes,
+        padded=tuple(Padded(tensor, shapes[tensor], stored) for tensor, stored in sorted(outgoing.padded.items())),
+    )
 
 
 def with_case(source: Source, case: Case) -> Source:

@@ -105,7 +105,9 @@ def changed_source(source: Source, selection: Selection) -> tuple[Source, Change
     kept = select_tensors(renamed.case, selection)
     cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except)
     dropped = dropped_from(renamed.case, kept)
-    return cast, replace(changes, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings))
+    return cast, replace(
+        changes, operated=source.operated, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings)
+    )
 
 
 def round_nbytes_for(source: Source, changes: Changes, memory_nbytes: int) -> int:

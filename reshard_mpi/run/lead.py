@@ -22,7 +22,7 @@ from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_fi
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
 from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
-from reshard_mpi.plan.changes import Changes
+from reshard_mpi.plan.changes import Changes, with_padding
 from reshard_mpi.plan.earlier import Earlier, Ranges, joined
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
@@ -96,6 +96,7 @@ class Lead:
         outgoing, faults = outgoing_of(self.changed, selection)
         raise_first(faults)
         assert outgoing is not None
+        self.changes = with_padding(self.changes, outgoing)
         self.source, self.prepared = source, prepare(self.changed, outgoing, self._resources())
         self.warnings = [*source.warnings, *self.changes.warnings]
         warn(self.warnings)
@@ -156,7 +157,7 @@ class Lead:
             "exclude": list(job.exclude),
             "rename": [str(rule) for rule in rename_rules(job.rename)],
             "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
-            "layout": [self.layout.text(), repr(self.layout.operations)] if self.layout else None,
+            "layout": self.layout.decides() if self.layout else None,
             "digests": job.verify != "none",
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }

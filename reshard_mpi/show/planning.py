@@ -10,7 +10,7 @@ from reshard_mpi.boxes import Ints
 from reshard_mpi.check.oracles import oracle_arrays
 from reshard_mpi.checkpoint.manifest import by_tensor
 from reshard_mpi.errors import ReshardError, names, plural, telling_order
-from reshard_mpi.plan.changes import Changes
+from reshard_mpi.plan.changes import Changes, with_padding
 from reshard_mpi.plan.plan import Plan, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
@@ -40,6 +40,7 @@ def refusals_of(
     try:
         round_nbytes_of(memory_nbytes, source.held_nbytes)
         if outgoing is not None and not faults:
+            changes = with_padding(changes, outgoing)
             resources = Resources(nranks, round_nbytes_for(changed, changes, memory_nbytes), writers, hashing)
             return (prepare(changed, outgoing, resources), changes), []
     except ReshardError as fault:

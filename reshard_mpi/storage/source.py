@@ -10,6 +10,7 @@ from pathlib import Path
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
 from reshard_mpi.checkpoint.mesh import MOST_RANKS
+from reshard_mpi.checkpoint.wanted import Operated
 from reshard_mpi.errors import (
     InputError,
     IntegrityError,
@@ -38,6 +39,7 @@ class Source:
     findings: Findings
     is_described: bool = False  # of another format: the headers are known, and there is no case.json
     headers: Headers = field(default_factory=dict)
+    operated: tuple[Operated, ...] = ()  # what made the description of what is stored
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -133,10 +135,10 @@ def _described_source(folder: Path) -> Source:
     for fault in findings.faults:
         fault.where = fault.where.replace(CASE_FILE, str(folder), 1)
     parsed = ParsedCase(described.case, described.digest, "", described.warnings)
-    return Source(folder, parsed, findings, True, described.headers, list(described.warnings))
+    return Source(folder, parsed, findings, True, described.headers, warnings=list(described.warnings))
 
 
-def described_anew(source: Source, case: Case, headers: Headers) -> Source:
+def described_anew(source: Source, case: Case, headers: Headers, operated: tuple[Operated, ...]) -> Source:
     """The source with another description of the same stored arrays, which is checked as the first one was."""
     parsed = ParsedCase(case, source.parsed.text_digest, source.parsed.fragments_digest, source.parsed.warnings)
     findings = check_described(case) if source.is_described else check_case(parsed)
@@ -146,7 +148,7 @@ def described_anew(source: Source, case: Case, headers: Headers) -> Source:
     warnings = list(source.warnings)
     if lost > 0:
         warnings.append(f"{source.folder}: {lost} parts of stored arrays have no digest: their bytes can't be checked")
-    return Source(source.folder, parsed, findings, source.is_described, headers, warnings)
+    return Source(source.folder, parsed, findings, source.is_described, headers, operated, warnings)
 
 
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:
