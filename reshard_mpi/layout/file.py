@@ -20,7 +20,7 @@ there are fewer units than ranks, neighbouring ranks hold the same one. `members
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
 
 [[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`; [padding] adds some: see
-`padding`.
+`padding`. [scales] speaks of block-scaled tensors: see `scales`.
 """
 
 import json
@@ -43,6 +43,7 @@ from reshard_mpi.layout.operations import Headers, Operation, parse_operation
 from reshard_mpi.layout.padding import Pad, Padded, padded, parse_pad
 from reshard_mpi.layout.patterns import is_pattern, matches
 from reshard_mpi.layout.rules import Tensor
+from reshard_mpi.layout.scales import APART, Scaled, parse_scaled
 from reshard_mpi.layout.words import HOOKS, is_packed, is_word, known_words, tensor_axis
 
 LAYOUT_FILE = "layout.toml"  # beside the case that was written by it
@@ -94,6 +95,7 @@ class LayoutFile:
     values: Mapping[str, int]
     operations: tuple[Operation, ...] = ()
     pads: tuple[Pad, ...] = ()
+    scales: tuple[Scaled, ...] = ()
 
     def with_values(self, values: Mapping[str, int]) -> "LayoutFile":
         """The same with further numbers, which go before those that were known."""
@@ -179,8 +181,13 @@ class LayoutFile:
         """All that the bytes of a target depend on, as JSON values."""
         return [self.text(), repr((self.operations, self.pads)), dict(self.values)]
 
+    @property
+    def lasts(self) -> bool:
+        """Does it say anything that counts for a target and for what is made of it?"""
+        return bool(self.axes or self.scales)
+
     def text(self) -> str:
-        """The layout as a file, with the numbers that its rules name; without operations, which a target has behind it."""
+        """What lasts of the layout, as a file, with the numbers that its rules name; operations a target has behind it."""
         says = [statement.says for statements in self.axes.values() for statement in statements]
         sizes = [size for one in says for size in (one.unit, *(one.members if isinstance(one.members, tuple) else ()))]
         named = {name for size in sizes for name in _FACTOR.findall(str(size)) if not name.isdecimal()}
@@ -188,6 +195,8 @@ class LayoutFile:
         for axis, statements in self.axes.items():
             lines += ["", f"[axes.{axis}]"]
             lines += [f"{_toml(statement.pattern)} = {_toml(statement.says)}" for statement in statements]
+        lines += ["", "[scales]"] if self.scales else []
+        lines += [f"{_toml(one.pattern)} = {_toml(one.blocks or APART)}" for one in self.scales]
         return "\n".join(lines) + "\n"
 
 
@@ -270,7 +279,7 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raw = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, f"no valid TOML: {error}") from error
-    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding"})
+    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding", "scales"})
     if unknown:
         raise InputError(where, f"unknown table {names(unknown)}; expected [model] and [axes.tp], say")
     axes: dict[str, tuple[Statement, ...]] = {}
@@ -291,13 +300,14 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raise InputError(f"{where}: operations", "is no list of tables; expected [[operations]]")
     operations = tuple(parse_operation(one, f"{where}: operations[{index}]") for index, one in enumerate(listed))
     pads = tuple(parse_pad(pattern, entry, here) for pattern, entry, here in _patterns(raw, "padding", where))
-    if not axes and not operations and not pads:
+    scales = tuple(parse_scaled(pattern, entry, here) for pattern, entry, here in _patterns(raw, "scales", where))
+    if not (axes or operations or pads or scales):
         raise InputError(where, "has no table [axes.NAME]; expected one for each mesh axis that it speaks of")
     values = _table(raw, "model", where)
     for name, value in values.items():
         if not _is_number(value):
             raise InputError(f"{where}: model.{name}", f"is {value!r}; expected a number, 1 or more")
-    return LayoutFile(where, axes, values, operations, pads)
+    return LayoutFile(where, axes, values, operations, pads, scales)
 
 
 def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

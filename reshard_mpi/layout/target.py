@@ -31,7 +31,7 @@ from reshard_mpi.checkpoint.manifest import (
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import InputError, ReshardError, names
 from reshard_mpi.layout.cuts import Box, Cut, Misfit
-from reshard_mpi.layout.rules import Held, Stacks, Tensor, partition_axes, placement_of, target_arrays
+from reshard_mpi.layout.rules import Held, Placement, Stacks, Tensor, partition_axes, placement_of, target_arrays
 
 MOST_EVIDENCE = 64
 PAIRS_AT_ONCE = 1 << 20  # of source and target boxes
@@ -219,11 +219,24 @@ def misfits(
     ]
 
 
+def placements(
+    case: Case, layout: Layout, target: Mesh, included: Collection[str], exceptions: Exceptions
+) -> dict[str, Placement]:
+    """How the `included` tensors are placed in the target."""
+    stacks = Stacks(fragment.fqn for fragment in case.fragments)
+    tensors = {f.logical_tensor_id: Tensor(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}
+    return {tensor_id: _placement(tensors[tensor_id], layout, target, stacks, exceptions) for tensor_id in included}
+
+
 def _target_arrays(
     tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, exceptions: Exceptions
 ) -> tuple[Held, ...]:
+    return target_arrays(_placement(tensor, layout, target, stacks, exceptions))
+
+
+def _placement(tensor: Tensor, layout: Layout, target: Mesh, stacks: Stacks, exceptions: Exceptions) -> Placement:
     cuts, padded = exceptions.cuts.get(tensor.tensor_id), exceptions.padded.get(tensor.tensor_id)
-    return target_arrays(placement_of(tensor, layout[tensor.tensor_id], target, stacks, cuts, padded))
+    return placement_of(tensor, layout[tensor.tensor_id], target, stacks, cuts, padded)
 
 
 def _shared_tensors(tensors: Mapping[str, list[Fragment]]) -> dict[str, str]:

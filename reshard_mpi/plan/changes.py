@@ -6,6 +6,7 @@ checked on it.
 
 import fnmatch
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -159,10 +160,15 @@ def _renamed_case(case: Case, new_fqns: Mapping[str, str], ids: Mapping[str, str
 
 
 def cast_source(
-    source: Source, kept: Collection[str], rules: Sequence[CastRule], exceptions: Sequence[str]
+    source: Source,
+    kept: Collection[str],
+    rules: Sequence[CastRule],
+    exceptions: Sequence[str],
+    scales: AbstractSet[str] = frozenset(),
 ) -> tuple[Source, tuple[Cast, ...], tuple[str, ...]]:
     """The source as if the kept tensors had been saved in the dtypes that they get, what is cast, and warnings.
 
+    The `scales` of block-scaled tensors stay as they are: they belong to numbers that aren't cast either.
     Its arrays that are cast are shown behind the end of their files, under keys of their own. UsageError when tied tensors would
     get different dtypes.
     """
@@ -176,6 +182,8 @@ def cast_source(
         if f.dtype in CAST_FROM and (rule := cast_rule_of(f.fqn, rules, exceptions))
     }
     new = {tensor: rule.dtype for tensor, rule in rule_of.items() if rule.dtype != tensors[tensor].dtype}
+    spared = sorted(scales & new.keys())
+    new = {tensor: dtype for tensor, dtype in new.items() if tensor not in spared}
     _check_ties(tensors, new)
     casts = tuple(
         sorted(Cast(tensor, tensors[tensor].fqn, tensors[tensor].dtype, dtype) for tensor, dtype in new.items())
@@ -190,6 +198,8 @@ def cast_source(
         for glob in exceptions
         if not any(fnmatch.fnmatchcase(f.fqn, glob) for f in tensors.values())
     ]
+    if spared:
+        warnings.append(f"--cast: {plural(len(spared), 'scale')} of block-scaled tensors kept: {names(spared)}")
     if rule_of and not new:
         warnings.append("--cast: every tensor is of the type that it should get; nothing is cast")
     lost = sorted(oracle.logical_tensor_id for oracle in source.case.oracles if oracle.logical_tensor_id in new)

@@ -21,7 +21,8 @@ from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.rules import Tensor, target_layout
-from reshard_mpi.layout.target import Exceptions, Outgoing, TargetArray, misfits, outgoing_case
+from reshard_mpi.layout.scales import Pairs, find_pairs, in_blocks, pair_faults
+from reshard_mpi.layout.target import Exceptions, Outgoing, TargetArray, misfits, outgoing_case, placements
 from reshard_mpi.plan.changes import Changes, cast_source, dropped_from, renamed_source
 from reshard_mpi.plan.earlier import Earlier
 from reshard_mpi.plan.plan import ArrayTable, Plan
@@ -103,7 +104,8 @@ def changed_source(source: Source, selection: Selection) -> tuple[Source, Change
     """The source as if its tensors had the names and types that they get, and all that is changed in tensors."""
     renamed, changes = renamed_source(source, selection.rename)
     kept = select_tensors(renamed.case, selection)
-    cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except)
+    scales = _pairs(renamed.case, selection).scales
+    cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except, scales)
     dropped = dropped_from(renamed.case, kept)
     return cast, replace(
         changes, operated=source.operated, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings)
@@ -122,10 +124,15 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     try:
         target = target_mesh(source.case, selection)
         kept = select_tensors(source.case, selection)
-        given, shapes = _given(source.case, target, selection)
+        pairs = _pairs(source.case, selection)
+        given, shapes = _given(source.case, target, selection, pairs)
         layout, faults = target_layout(source.case, target, given.layout)
-        faults = given.faults + faults
+        faults = [*pairs.faults, *given.faults, *faults]
         exceptions = Exceptions(given.cuts, shapes)
+        if not faults:
+            together = [pair for pair in pairs.together if {pair.weight, pair.scale} <= set(kept)]
+            paired = {tensor for pair in together for tensor in (pair.weight, pair.scale)}
+            faults += pair_faults(together, placements(source.case, layout, target, paired, exceptions))
         faults += [] if faults else misfits(source.case, layout, target, kept, exceptions)
         if not faults:
             suffix = "h5" if selection.format == "hdf5" else "safetensors"
@@ -139,14 +146,28 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
     return None, faults
 
 
-def _given(case: Case, target: Mesh, selection: Selection) -> tuple[Resolved, dict[str, tuple[int, ...]]]:
-    """What the layout file says, if there is one; and the shapes to which it has tensors padded."""
+def _pairs(case: Case, selection: Selection) -> Pairs:
+    return find_pairs(case, selection.layout.scales if selection.layout else ())
+
+
+def _given(case: Case, target: Mesh, selection: Selection, pairs: Pairs) -> tuple[Resolved, dict[str, tuple[int, ...]]]:
+    """What the layout file says, if there is one; and the shapes to which it has tensors padded.
+
+    What it says of a block-scaled weight counts for its scale.
+    """
     if selection.layout is None:
         return Resolved({}, {}, []), {}
     tensors = {f.logical_tensor_id: Tensor(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}
     shapes, faults = selection.layout.padded(tensors.values(), target)
-    cut = (replace(tensor, shape=shapes.get(name, tensor.shape)) for name, tensor in tensors.items())
+    follows = {pair.scale for pair in pairs.together}
+    cut = (replace(one, shape=shapes.get(name, one.shape)) for name, one in tensors.items() if name not in follows)
     resolved = selection.layout.resolve(cut, target.split_axes)
+    for weight, scale, blocks in pairs.together:
+        rules, cuts = resolved.layout.get(weight, {}), resolved.cuts.get(weight, {})
+        resolved.layout[scale] = rules
+        if blocks is not None:
+            of_scale = {axis: in_blocks(one, blocks[int(rules[axis])]) for axis, one in cuts.items()}  # type: ignore[arg-type]
+            resolved.cuts[scale] = of_scale
     return replace(resolved, faults=faults + resolved.faults), shapes
 
 

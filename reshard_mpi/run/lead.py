@@ -344,7 +344,7 @@ class Lead:
 
     def _write_layout(self) -> list[str]:
         """The layout that was used, if there was one, for those who go on from here; the name of its file."""
-        if self.layout is None or not self.layout.axes:
+        if self.layout is None or not self.layout.lasts:
             return []
         text = self.layout.text().encode()
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)
