@@ -20,7 +20,8 @@ there are fewer units than ranks, neighbouring ranks hold the same one. `members
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
 
 [[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`; [padding] adds some: see
-`padding`. [scales] speaks of block-scaled tensors: see `scales`.
+`padding`. [scales] speaks of block-scaled tensors: see `scales`, [opaque] of
+the state of single ranks: see `opaque`.
 """
 
 import json
@@ -39,6 +40,7 @@ from reshard_mpi.checkpoint.mesh import Mesh, canonical
 from reshard_mpi.checkpoint.wanted import Operated
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
+from reshard_mpi.layout.opaque import Treated, parse_treated
 from reshard_mpi.layout.operations import Headers, Operation, parse_operation
 from reshard_mpi.layout.padding import Pad, Padded, padded, parse_pad
 from reshard_mpi.layout.patterns import is_pattern, matches
@@ -96,6 +98,7 @@ class LayoutFile:
     operations: tuple[Operation, ...] = ()
     pads: tuple[Pad, ...] = ()
     scales: tuple[Scaled, ...] = ()
+    opaque: tuple[Treated, ...] = ()
 
     def with_values(self, values: Mapping[str, int]) -> "LayoutFile":
         """The same with further numbers, which go before those that were known."""
@@ -179,12 +182,12 @@ class LayoutFile:
 
     def decides(self) -> list[object]:
         """All that the bytes of a target depend on, as JSON values."""
-        return [self.text(), repr((self.operations, self.pads)), dict(self.values)]
+        return [self.text(), repr((self.operations, self.pads, self.opaque)), dict(self.values)]
 
     @property
     def lasts(self) -> bool:
         """Does it say anything that counts for a target and for what is made of it?"""
-        return bool(self.axes or self.scales)
+        return bool(self.axes or self.scales or self.opaque)
 
     def text(self) -> str:
         """What lasts of the layout, as a file, with the numbers that its rules name; operations a target has behind it."""
@@ -197,6 +200,8 @@ class LayoutFile:
             lines += [f"{_toml(statement.pattern)} = {_toml(statement.says)}" for statement in statements]
         lines += ["", "[scales]"] if self.scales else []
         lines += [f"{_toml(one.pattern)} = {_toml(one.blocks or APART)}" for one in self.scales]
+        lines += ["", "[opaque]"] if self.opaque else []
+        lines += [f"{_toml(one.pattern)} = {_toml(one.treatment)}" for one in self.opaque if one.treatment != "drop"]
         return "\n".join(lines) + "\n"
 
 
@@ -279,7 +284,7 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raw = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, f"no valid TOML: {error}") from error
-    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding", "scales"})
+    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding", "scales", "opaque"})
     if unknown:
         raise InputError(where, f"unknown table {names(unknown)}; expected [model] and [axes.tp], say")
     axes: dict[str, tuple[Statement, ...]] = {}
@@ -301,13 +306,14 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
     operations = tuple(parse_operation(one, f"{where}: operations[{index}]") for index, one in enumerate(listed))
     pads = tuple(parse_pad(pattern, entry, here) for pattern, entry, here in _patterns(raw, "padding", where))
     scales = tuple(parse_scaled(pattern, entry, here) for pattern, entry, here in _patterns(raw, "scales", where))
-    if not (axes or operations or pads or scales):
+    opaque = tuple(parse_treated(pattern, entry, here) for pattern, entry, here in _patterns(raw, "opaque", where))
+    if not (axes or operations or pads or scales or opaque):
         raise InputError(where, "has no table [axes.NAME]; expected one for each mesh axis that it speaks of")
     values = _table(raw, "model", where)
     for name, value in values.items():
         if not _is_number(value):
             raise InputError(f"{where}: model.{name}", f"is {value!r}; expected a number, 1 or more")
-    return LayoutFile(where, axes, values, operations, pads, scales)
+    return LayoutFile(where, axes, values, operations, pads, scales, opaque)
 
 
 def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
 from reshard_mpi.layout.file import LayoutFile, Resolved
+from reshard_mpi.layout.opaque import Opaque, find_opaque, opaque_rules
 from reshard_mpi.layout.rules import Tensor, target_layout
 from reshard_mpi.layout.scales import Pairs, find_pairs, in_blocks, pair_faults
 from reshard_mpi.layout.target import Exceptions, Outgoing, TargetArray, misfits, outgoing_case, placements
@@ -80,20 +81,26 @@ def target_mesh(case: Case, selection: Selection) -> Mesh:
 
 
 def select_tensors(case: Case, selection: Selection) -> list[str]:
-    """Ids of the tensors whose fqn a pattern includes and none excludes; UsageError when none is left."""
+    """Ids of the tensors whose fqn a pattern includes and none excludes, and that no layout drops.
+
+    UsageError when none is left.
+    """
 
     def matches(fqn: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in patterns)
 
     fqns = {fragment.logical_tensor_id: fragment.fqn for fragment in case.fragments}
+    dropped = _opaque(case, selection).dropped
     kept = [
         t
         for t, fqn in fqns.items()
-        if (not selection.include or matches(fqn, selection.include)) and not matches(fqn, selection.exclude)
+        if (not selection.include or matches(fqn, selection.include))
+        and not matches(fqn, selection.exclude)
+        and t not in dropped
     ]
-    if not kept and (selection.include or selection.exclude):
+    if not kept and (selection.include or selection.exclude or dropped):
         raise UsageError(
-            "--include/--exclude",
+            "--include/--exclude" if selection.include or selection.exclude else "--layout",
             f"no tensor is left of {len(fqns)}: {names(sorted(set(fqns.values())))}; patterns are held against the fqn",
         )
     return kept
@@ -106,9 +113,12 @@ def changed_source(source: Source, selection: Selection) -> tuple[Source, Change
     kept = select_tensors(renamed.case, selection)
     scales = _pairs(renamed.case, selection).scales
     cast, casts, warnings = cast_source(renamed, kept, selection.cast, selection.cast_except, scales)
-    dropped = dropped_from(renamed.case, kept)
     return cast, replace(
-        changes, operated=source.operated, cast=casts, dropped=dropped, warnings=(*changes.warnings, *warnings)
+        changes,
+        operated=source.operated,
+        cast=casts,
+        dropped=dropped_from(renamed.case, kept),
+        warnings=(*changes.warnings, *_opaque(renamed.case, selection).warnings, *warnings),
     )
 
 
@@ -126,8 +136,9 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         kept = select_tensors(source.case, selection)
         pairs = _pairs(source.case, selection)
         given, shapes = _given(source.case, target, selection, pairs)
-        layout, faults = target_layout(source.case, target, given.layout)
-        faults = [*pairs.faults, *given.faults, *faults]
+        states, refused = opaque_rules(source.case, target, kept, _opaque(source.case, selection))
+        layout, faults = target_layout(source.case, target, given.layout | states)
+        faults = [*refused, *pairs.faults, *given.faults, *faults]
         exceptions = Exceptions(given.cuts, shapes)
         if not faults:
             together = [pair for pair in pairs.together if {pair.weight, pair.scale} <= set(kept)]
@@ -144,6 +155,10 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         faults = [fault]
     located(source.folder, faults)
     return None, faults
+
+
+def _opaque(case: Case, selection: Selection) -> Opaque:
+    return find_opaque(case, selection.layout.opaque if selection.layout else ())
 
 
 def _pairs(case: Case, selection: Selection) -> Pairs:
