@@ -250,6 +250,11 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hf-assets", type=Path, metavar="DIR", help="copy config and tokenizer from there (--format hf)"
     )
+    parser.add_argument(
+        "--keep-bytes",
+        action="store_true",
+        help="copy the entries of PyTorch DCP that are no tensors, as they are, into OUT/bytes",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where a job left OUT.partial")
     parser.add_argument(

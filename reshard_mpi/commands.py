@@ -90,6 +90,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         format=options.format,
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
+        keep_bytes=options.keep_bytes,
         overwrite=options.overwrite,
         restart=options.restart,
         progress=options.progress,

@@ -13,7 +13,7 @@ import os
 import struct
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from reshard_mpi.errors import InputError, ReshardError, names, storage_error
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Record, Storage, Tensor, read_pickle
 from reshard_mpi.storage.digests import crc32_name
+from reshard_mpi.storage.entries import Entry
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.source import read_text
@@ -49,7 +50,8 @@ def describe_dcp(folder: Path) -> Described:
     entries = _attribute(metadata, "state_dict_metadata", dict, where)
     if not all(isinstance(fqn, str) for fqn in entries):
         raise InputError(where, "state_dict_metadata has keys that are no names; this is no metadata of DCP 1.0")
-    stored = _stored_at(_attribute(metadata, "storage_data", dict, where), where)
+    storage = _attribute(metadata, "storage_data", dict, where)
+    stored = _stored_at(storage, where)
     prefix = _sole_top_level_key(getattr(metadata, "planner_data", None), entries)
     tensors = {fqn: entry for fqn, entry in entries.items() if type(entry).__name__ == "TensorStorageMetadata"}
     files = sorted({place.file for (fqn, _), place in stored.items() if fqn in tensors})
@@ -76,7 +78,8 @@ def describe_dcp(folder: Path) -> Described:
         case_of(folder.resolve().name, files, pieces, "dcp"),
         headers,
         sha256_name(hashlib.sha256(content)),
-        tuple(_warnings(folder, entries, tensors, prefix)),
+        tuple(_warnings(folder, prefix)),
+        tuple(_others(storage, sorted(entries.keys() - tensors.keys()), where)),
     )
 
 
@@ -89,11 +92,7 @@ class _Place:
     nbytes: int
 
 
-def _warnings(folder: Path, entries: Mapping[str, Any], tensors: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    others = sorted(entries.keys() - tensors.keys())
-    if others:
-        said = "1 entry that is no tensor is" if len(others) == 1 else f"{len(others)} entries that are no tensors are"
-        yield f"{folder}: {said} left out: {names(others)}"
+def _warnings(folder: Path, prefix: str) -> Iterator[str]:
     if prefix:
         yield f"{folder}: all names begin with {prefix!r}, the one key under which the model was saved; it is left out"
 
@@ -138,33 +137,49 @@ def _stored_at(storage: Mapping[Any, Any], where: str) -> dict[tuple[str, tuple[
             continue
         offset = _sizes(index, "offset", where)
         fqn = _attribute(index, "fqn", str, where)
-        if getattr(info, "transform_descriptors", None):
-            raise InputError(
-                where, f"tensor {fqn} is stored compressed or transformed; save the checkpoint without transforms"
-            )
-        place = _Place(
-            *(
-                _attribute(info, name, kind, where)
-                for name, kind in (("relative_path", str), ("offset", int), ("length", int))
-            )
-        )
-        if "/" in place.file or "\0" in place.file or place.file in ("", ".", ".."):
-            raise InputError(where, f"tensor {fqn} is said to lie in {place.file!r}; expected a file of the folder")
-        if not (0 <= place.offset < 1 << 62 and 0 <= place.nbytes < 1 << 62):
-            raise InputError(where, f"tensor {fqn} is said to lie where no file has bytes; expected less than 2**62")
+        place = _place(info, f"tensor {fqn}", where)
         if found.setdefault((fqn, offset), place) != place:
             raise InputError(where, f"chunk {list(offset)} of tensor {fqn} is stored twice; save the checkpoint anew")
     _check_disjoint(found, where)
     return found
 
 
+def _place(info: Any, what: str, where: str) -> _Place:
+    """Where something is stored, as `.metadata` says it."""
+    if getattr(info, "transform_descriptors", None):
+        raise InputError(where, f"{what} is stored compressed or transformed; save the checkpoint without transforms")
+    place = _Place(
+        *(
+            _attribute(info, name, kind, where)
+            for name, kind in (("relative_path", str), ("offset", int), ("length", int))
+        )
+    )
+    if "/" in place.file or "\0" in place.file or place.file in ("", ".", ".."):
+        raise InputError(where, f"{what} is said to lie in {place.file!r}; expected a file of the folder")
+    if not (0 <= place.offset < 1 << 62 and 0 <= place.nbytes < 1 << 62):
+        raise InputError(where, f"{what} is said to lie where no file has bytes; expected less than 2**62")
+    return place
+
+
 def _check_disjoint(stored: Mapping[tuple[str, tuple[int, ...]], _Place], where: str) -> None:
-    """Every chunk has bytes of its own: were all in one place, that would be looked into again and again."""
+    """All have bytes of their own: were they in one place, that would be looked into again and again."""
     end, before = ("", 0), ""
     for place, fqn in sorted((astuple(place), fqn) for (fqn, _), place in stored.items()):
         if place[:2] < end:
-            raise InputError(where, f"tensors {names([before, fqn])} are said to lie in the same bytes of {place[0]}")
+            raise InputError(where, f"{names([before, fqn])} are said to lie in the same bytes of {place[0]}")
         end, before = (place[0], place[1] + place[2]), fqn
+
+
+def _others(storage: Mapping[Any, Any], fqns: Sequence[str], where: str) -> Iterator[Entry]:
+    """The entries that are no tensors, by name."""
+    found: dict[tuple[str, tuple[int, ...]], _Place] = {}
+    for index, info in storage.items():
+        if getattr(index, "offset", None) is None:
+            fqn = _attribute(index, "fqn", str, where)
+            found[fqn, ()] = _place(info, f"entry {fqn}", where)
+    _check_disjoint(found, where)
+    for fqn in fqns:
+        yield Entry(fqn, *astuple(found.get((fqn, ()), _Place("", 0, 0))))
 
 
 def _sole_top_level_key(planner_data: Any, entries: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard_mpi.checkpoint.manifest import Case, Fragment, Padding, Replica, Topology
+from reshard_mpi.storage.entries import Entry
 from reshard_mpi.storage.safetensors import StoredArray
 
 
@@ -28,12 +29,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint as a case, the arrays of its files, and what the reader should be told."""
+    """A checkpoint as a case, the arrays of its files, what the reader should be told, and what is there beside tensors."""
 
     case: Case
     headers: Mapping[str, Mapping[str, StoredArray]]
     digest: str  # of what describes it: another one is another checkpoint
     warnings: tuple[str, ...] = field(default=())
+    others: tuple[Entry, ...] = ()
 
 
 def case_of(name: str, files: Sequence[str], pieces: Iterable[Piece], format_name: str) -> Case:

@@ -48,6 +48,7 @@ class Job:
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
+    keep_bytes: bool = False  # what of DCP is no tensor
     overwrite: bool = False
     restart: bool = False
     note_seconds: float = 30.0  # between two notes of what is durable

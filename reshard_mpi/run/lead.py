@@ -19,6 +19,7 @@ from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, by_tensor, case_text
 from reshard_mpi.checkpoint.wanted import rename_rules
 from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_first
+from reshard_mpi.formats.dcp import is_dcp
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
 from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
@@ -32,6 +33,7 @@ from reshard_mpi.run.journal import Durable
 from reshard_mpi.run.move import Names, News
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
+from reshard_mpi.storage.entries import FOLDER, Entry, check_entries, copy_entries, file_name, left_out
 from reshard_mpi.storage.files import Files, create_file, file_stamps, is_on_nfs
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
@@ -76,6 +78,8 @@ class Lead:
         assert source is not None
         source.raise_first()
         job = self.job
+        if job.keep_bytes:
+            self._check_entries(source)
         assets = [job.assets] if job.assets else []
         self.layout = layout_for(job.source, job.layout, dict(job.layout_values), assets)
         if self.layout and self.layout.operations:
@@ -100,6 +104,19 @@ class Lead:
         self.source, self.prepared = source, prepare(self.changed, outgoing, self._resources())
         self.warnings = [*source.warnings, *self.changes.warnings]
         warn(self.warnings)
+
+    def _check_entries(self, source: Source) -> None:
+        """Entries that are kept must be there; then they aren't told to be left out."""
+        if not source.is_described or not is_dcp(source.folder):
+            raise UsageError("--keep-bytes", "goes with a source that is PyTorch DCP; leave it out")
+        check_entries(source.folder, source.others)
+        told = list(left_out(source.folder, source.others))
+        source.warnings = [warning for warning in source.warnings if warning not in told]
+
+    @property
+    def _entries(self) -> tuple[Entry, ...]:
+        """What is kept beside tensors."""
+        return self.source.others if self.job.keep_bytes else ()
 
     def _resources(self) -> Resources:
         round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
@@ -159,6 +176,7 @@ class Lead:
             "cast": [[str(rule) for rule in job.cast], list(job.cast_except)],
             "layout": self.layout.decides() if self.layout else None,
             "digests": job.verify != "none",
+            "keep bytes": job.keep_bytes,
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
         self.partial = PartialFolder(job.out, identity, job.restart, [file.name for file in self.prepared.target_files])
@@ -230,7 +248,8 @@ class Lead:
         """Bytes of OUT: the shards, the manifest (about), the oracles."""
         shards = sum(file.nbytes for file in self.prepared.target_files)
         oracles = sum(math.prod(oracle.shape) * DTYPES[oracle.dtype].nbits // 8 for oracle in self.case.oracles)
-        return shards + len(self.case.fragments) * MANIFEST_NBYTES + oracles
+        entries = sum(entry.nbytes for entry in self._entries)
+        return shards + len(self.case.fragments) * MANIFEST_NBYTES + oracles + entries
 
     # ---- what is written
 
@@ -339,6 +358,7 @@ class Lead:
         with Files(self.partial.path) as files:
             for name in named:
                 files.sync(name)
+        copy_entries(self.job.source, self._entries, self.partial.path, self.job.verify != "none")
         check_paths(self.job.source, self.job.out, self.job.overwrite)
         self.partial.commit()
 
@@ -379,6 +399,10 @@ class Lead:
             noracles=len(case.oracles),
             changes=self.changes.facts(),
             infinite=self.infinite,
+            kept_bytes=[
+                {"entry": entry.name, "file": f"{FOLDER}/{file_name(entry.name)}", "nbytes": entry.nbytes}
+                for entry in self._entries
+            ],
             warnings=self.warnings,
             seconds=round(seconds, 3),
         )

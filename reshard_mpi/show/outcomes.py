@@ -23,8 +23,10 @@ def summary_text(report: Mapping[str, Any]) -> str:
         f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
         "  " + ", ".join(plural(report[count], noun) for count, noun in counts),
     ]
-    changed = changes_text(report["changes"])
-    lines += [f"  {changed}"] if changed else []
+    told = [changes_text(report["changes"])]
+    if report["kept_bytes"]:
+        told.append(f"kept: {plural(len(report['kept_bytes']), 'file')} of what is no tensor, in bytes/")
+    lines += [f"  {'; '.join(filter(None, told))}"] if any(told) else []
     if report["continued_nbytes"]:
         lines.append(
             f"  continued: {size_text(report['continued_nbytes'])} of the tensors were there from an earlier run"

@@ -21,6 +21,7 @@ from reshard_mpi.errors import (
     raise_first,
     storage_error,
 )
+from reshard_mpi.storage.entries import Entry, left_out
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header
 
@@ -40,6 +41,7 @@ class Source:
     is_described: bool = False  # of another format: the headers are known, and there is no case.json
     headers: Headers = field(default_factory=dict)
     operated: tuple[Operated, ...] = ()  # what made the description of what is stored
+    others: tuple[Entry, ...] = ()  # what is there beside tensors
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -135,7 +137,8 @@ def _described_source(folder: Path) -> Source:
     for fault in findings.faults:
         fault.where = fault.where.replace(CASE_FILE, str(folder), 1)
     parsed = ParsedCase(described.case, described.digest, "", described.warnings)
-    return Source(folder, parsed, findings, True, described.headers, warnings=list(described.warnings))
+    warnings = [*left_out(folder, described.others), *described.warnings]
+    return Source(folder, parsed, findings, True, described.headers, others=described.others, warnings=warnings)
 
 
 def described_anew(source: Source, case: Case, headers: Headers, operated: tuple[Operated, ...]) -> Source:
@@ -148,7 +151,7 @@ def described_anew(source: Source, case: Case, headers: Headers, operated: tuple
     warnings = list(source.warnings)
     if lost > 0:
         warnings.append(f"{source.folder}: {lost} parts of stored arrays have no digest: their bytes can't be checked")
-    return Source(source.folder, parsed, findings, source.is_described, headers, operated, warnings)
+    return Source(source.folder, parsed, findings, source.is_described, headers, operated, source.others, warnings)
 
 
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:

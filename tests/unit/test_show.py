@@ -123,6 +123,7 @@ def report(verify="source", **changes) -> dict:
         "noracles": 1,
         "seconds": 1.5,
         "changes": {},
+        "kept_bytes": [],
     }
     return summary_of(ranks, **(of_job | changes))
 
@@ -133,6 +134,14 @@ def test_a_job_is_summed_up_in_few_lines():
     assert text.startswith("a (tp=2) -> b (single)\n  1 tensor, 1 fragment, 1 shard, 2 ranks, 3 rounds\n")
     assert "  read         4.0 MiB      0.50 s     0.01 GB/s" in text
     assert "busiest rank 1.33 of the mean" in text
+
+
+def test_a_job_says_what_it_changed_and_kept():
+    changes, kept = {"cast": [{}], "padded": [{}, {}]}, [{"entry": "step"}]
+    lines = summary_text(report(changes=changes, kept_bytes=kept, continued_nbytes=1)).splitlines()
+    assert "  changed: 1 tensor cast, 2 tensors padded; kept: 1 file of what is no tensor, in bytes/" in lines
+    assert "  kept: 1 file of what is no tensor, in bytes/" in summary_text(report(kept_bytes=kept)).splitlines()
+    assert len(lines) <= 10
 
 
 def test_a_job_that_went_on_says_where():
