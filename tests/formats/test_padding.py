@@ -13,17 +13,19 @@ from tests.mpirun import run_mpi
 
 CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN}
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+O_PROJ, DOWN_PROJ = "model.layers.1.self_attn.o_proj.weight", "model.layers.1.mlp.down_proj.weight"
 LAYOUT = """
 [axes.tp]
 "embed_tokens" = "rowwise"
 "lm_head" = "colwise"
+"down_proj" = "rowwise"
 "*" = "replicate"
 [padding]
 "embed_tokens.weight" = { multiple = "8 * tp" }
 "lm_head.weight" = { to = 27 }
 "model.norm" = { to = 19 }
 "o_proj.weight" = { multiple = 7, axis = 1 }
+"down_proj.weight" = { to = 40, axis = 1 }
 """
 
 
@@ -62,7 +64,7 @@ def test_shards_hold_padded_arrays_and_the_way_back_reads_past_them(
     out, report = tmp_path / "out", tmp_path / "report.json"
     options = ("--layout", layout, "--format", form, "--memory", memory, "--verify", verify)
     done = run_mpi(3, "reshard", source, out, "--target", target, *options, "--report", report)
-    assert "changed: 6 tensors padded" in assert_done(done)
+    assert "changed: 9 tensors padded" in assert_done(done)
     embedding = np.concatenate([arrays(out, EMBED)[rank] for rank in ranks])
     assert embedding.tobytes() == with_zeros(tensors[EMBED], rows, HIDDEN).tobytes()
     listed = json.loads(report.read_text())["changes"]["padded"]
@@ -71,6 +73,9 @@ def test_shards_hold_padded_arrays_and_the_way_back_reads_past_them(
     if "fsdp" not in target:  # which splits all tensors
         assert arrays(out, NORM)[0].tobytes() == with_zeros(tensors[NORM], 19).tobytes()
         assert arrays(out, O_PROJ)[0].tobytes() == with_zeros(tensors[O_PROJ], HIDDEN, 35).tobytes()
+    if target == "tp=4":  # of the last rank all is padding
+        down = np.concatenate(arrays(out, DOWN_PROJ), axis=1)
+        assert down.tobytes() == with_zeros(tensors[DOWN_PROJ], HIDDEN, 40).tobytes()
     if form == "hf":  # such a folder knows no padding: its tensors are as large as its arrays
         told = assert_done(run_mpi(2, "compare", source, out), exit_code=1)
         assert f"{EMBED}: float32 [20, 16] and float32 [24, 16]" in told
@@ -87,7 +92,7 @@ def test_shards_hold_padded_arrays_and_the_way_back_reads_past_them(
 def test_a_plan_lists_what_is_padded_and_refuses_what_can_not_be(tmp_path):
     source, layout = source_and_layout(tmp_path)
     told = json.loads(assert_done(run_mpi(1, "plan", source, "--target", "tp=2", "--layout", layout, "--json")))
-    assert len(told["changes"]["padded"]) == 6
+    assert len(told["changes"]["padded"]) == 9
     layout.write_text(LAYOUT.replace("to = 27", "to = 17"))
     for command in (("reshard", source, tmp_path / "out"), ("plan", source)):
         done = run_mpi(2, *command, "--target", "tp=2", "--layout", layout)
