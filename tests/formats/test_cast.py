@@ -204,7 +204,7 @@ def test_the_last_rule_counts_and_the_report_names_every_tensor(tmp_path):
     done = run_mpi(2, "reshard", source, tmp_path / "out", "--target", "single", "--report", report, *rules)
     assert "changed: 1 tensor renamed, 2 tensors cast, 1 tensor dropped" in assert_done(done)
     told = json.loads(report.read_text())
-    assert told["changes"] == {
+    assert {what: tensors for what, tensors in told["changes"].items() if tensors} == {
         "renamed": [{"tensor": "x.w", "from": "a.w", "to": "x.w"}],
         "cast": [
             {"tensor": "b.norm", "fqn": "b.norm", "from": "float32", "to": "float16"},
