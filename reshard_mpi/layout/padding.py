@@ -12,6 +12,7 @@ values of the model, `compare` sees the same tensor, and a job that goes on from
 one target alone: the next one has none unless its layout asks for it. What mesh axes split is the padded size.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from reshard_mpi.checkpoint.mesh import RANK_ORDER
 from reshard_mpi.errors import InputError, ReshardError
 from reshard_mpi.layout.patterns import matches
 from reshard_mpi.layout.rules import Tensor
+
+MOST_ELEMENTS = 1 << 58  # of any type: offsets in bytes stay far inside int64
 
 Number = Callable[
     [str, int | str, Mapping[str, int]], int
@@ -57,9 +60,12 @@ class Pad:
                 f"{wanted} elements are fewer than the {shape[axis]} along axis {axis} of tensor {tensor.tensor_id}; "
                 "give as many or more, or trim it",
             )
-        if wanted >= 1 << 62:
-            raise InputError(self.where, f"pads axis {axis} of tensor {tensor.tensor_id} to {wanted} elements")
-        return (*shape[:axis], wanted, *shape[axis + 1 :])
+        padded = (*shape[:axis], wanted, *shape[axis + 1 :])
+        if math.prod(padded) >= MOST_ELEMENTS:
+            raise InputError(
+                self.where, f"pads tensor {tensor.tensor_id} to {list(padded)}: more elements than a file holds"
+            )
+        return padded
 
 
 class Padded(NamedTuple):
