@@ -176,7 +176,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.source is None:
         raise UsageError("plan", "SOURCE is missing; give the folder of a checkpoint case, or --simulate MODEL")
     from reshard_mpi.checkpoint.wanted import rename_rules
-    from reshard_mpi.layout.file import layout_for
+    from reshard_mpi.layout.file import NO_LAYOUT, layout_for
     from reshard_mpi.plan.prepare import Selection, changed_source
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
     from reshard_mpi.storage.source import described_anew, load_alone
@@ -192,6 +192,7 @@ def _plan(options: argparse.Namespace) -> int:
         tuple(options.include),
         tuple(options.exclude),
         layout,
+        as_is=options.layout == NO_LAYOUT,
         rename=rename_rules(options.rename),
         cast=tuple(options.cast),
         cast_except=tuple(options.cast_except),

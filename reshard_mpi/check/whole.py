@@ -4,7 +4,7 @@ For what is compared or hashed as a whole: ties, padded replicas, oracles, two c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class WholeTensor:
     places: tuple[Place, ...]
     files: tuple[str, ...]
     begins: tuple[int, ...]
-    strided: "tuple[tuple[str, ShownArray], ...]" = ()  # of these files, what is no span
+    shown: "tuple[tuple[str, ShownArray], ...]" = ()  # of these files, what is no span
     algorithm: str = "sha256"
 
     @property
@@ -55,7 +55,7 @@ class WholeTensor:
     def read(self, files: Files, first: int, last: int) -> Bytes:
         """The bytes [first, last) of the tensor; at most PART_NBYTES at once."""
         assert last - first <= PART_NBYTES
-        for file, array in self.strided:
+        for file, array in self.shown:
             files.show(file, [array])
         found = np.empty(last - first, np.uint8)
         position = 0
@@ -136,6 +136,8 @@ def whole_array(file: str, key: str, array: "StoredArray", algorithm: str = "sha
     """One stored array, padding included; `algorithm` is that of its digest."""
     origin = (0,) * len(array.shape)
     places = (Place(origin, array.shape, origin, array.shape),) if array.nbytes else ()
+    if array.order:  # its digest is of its rows as they are stored
+        array = replace(array, begin=array.order.stored_begin, order=None)
     return _whole(f"{file}:{key}", array.shape, array.dtype, places, (file,), [array], algorithm)
 
 
@@ -149,5 +151,7 @@ def _whole(
     algorithm: str = "sha256",
 ) -> WholeTensor:
     begins = tuple(array.begin for array in stored)
-    strided = tuple((file, array.strided) for file, array in zip(files, stored, strict=True) if array.strided)
-    return WholeTensor(label, shape, dtype, places, files, begins, strided, algorithm)
+    shown = tuple(
+        (file, one) for file, array in zip(files, stored, strict=True) for one in (array.strided, array.order) if one
+    )
+    return WholeTensor(label, shape, dtype, places, files, begins, shown, algorithm)

@@ -17,6 +17,16 @@ CAST_FROM = ("float64", "float32", "float16", "bfloat16")
 CAST_TO = ("float32", "float16", "bfloat16")
 
 
+class Step(NamedTuple):
+    """Something that was done to a tensor: which kind of operation, and the fqn that it had before."""
+
+    kind: str
+    fqn: str
+
+
+History = Mapping[str, tuple[Step, ...]]  # tensor id -> all that was done to it, in order
+
+
 class RenameRule(NamedTuple):
     """Every match of a regular expression in an fqn becomes `replacement`, a template of Python's `re.sub`."""
 

@@ -19,9 +19,10 @@ with or without the `model.` before its keys, and `*` alone is every tensor. Of 
 there are fewer units than ranks, neighbouring ranks hold the same one. `members`: of a fused tensor, how many equal parts it has
 or how large each is; every one is cut by itself (then `repeat` may be a list, too).
 
-[[operations]] give tensors other names, take fused ones apart, and trim padding: see `operations`; [padding] adds some: see
-`padding`. [scales] speaks of block-scaled tensors: see `scales`, [opaque] of
-the state of single ranks: see `opaque`.
+`axes_of = "llama"` before the first table has what that preset says of mesh axes after what this file says itself.
+
+[[operations]] give tensors other names, take fused ones apart, trim padding and reorder heads: see `operations`; [padding] adds
+some: see `padding`. [scales] speaks of block-scaled tensors: see `scales`, [opaque] of the state of single ranks: see `opaque`.
 """
 
 import json
@@ -37,7 +38,7 @@ from msgspec import Struct
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Layout, Rule
 from reshard_mpi.checkpoint.mesh import Mesh, canonical
-from reshard_mpi.checkpoint.wanted import Operated
+from reshard_mpi.checkpoint.wanted import History, Operated
 from reshard_mpi.errors import InputError, ReshardError, StorageError, UsageError, names, storage_error
 from reshard_mpi.layout.cuts import Cut, Member
 from reshard_mpi.layout.opaque import Treated, parse_treated
@@ -171,14 +172,15 @@ class LayoutFile:
             found *= int(factor) if factor.isdecimal() else values[factor]
         return found
 
-    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers, tuple[Operated, ...]]:
-        """Case and headers after all operations, and what these have done to tensors."""
+    def applied(self, case: Case, headers: Headers) -> tuple[Case, Headers, tuple[Operated, ...], History]:
+        """Case and headers after all operations; what these have done, and what was done to each tensor now there."""
+        history: History = {}
         done: list[Operated] = []
         for operation in self.operations:
             before = case
-            case, headers = operation.apply(case, headers, self.number)
+            case, headers, history = operation.apply(case, headers, history, self.number)
             done += operation.changes(before, self.number)  # now that it is known to fit
-        return case, headers, tuple(done)
+        return case, headers, tuple(done), history
 
     def decides(self) -> list[object]:
         """All that the bytes of a target depend on, as JSON values."""
@@ -284,7 +286,7 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         raw = tomllib.loads(text.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(where, f"no valid TOML: {error}") from error
-    unknown = sorted(raw.keys() - {"model", "axes", "operations", "padding", "scales", "opaque"})
+    unknown = sorted(raw.keys() - {"model", "axes", "axes_of", "operations", "padding", "scales", "opaque"})
     if unknown:
         raise InputError(where, f"unknown table {names(unknown)}; expected [model] and [axes.tp], say")
     axes: dict[str, tuple[Statement, ...]] = {}
@@ -300,6 +302,8 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
             raise InputError(here, f"is {patterns!r}; expected a table of patterns")
         statements = [_statement(pattern, entry, f'{here}."{pattern}"') for pattern, entry in patterns.items()]
         axes[canonical(axis)] = tuple(one for one in statements if one.says.split not in HOOKS)
+    for axis, of_preset in _axes_of(raw, where).items():
+        axes[axis] = axes.get(axis, ()) + of_preset
     listed = raw.get("operations", [])
     if not isinstance(listed, list):
         raise InputError(f"{where}: operations", "is no list of tables; expected [[operations]]")
@@ -314,6 +318,16 @@ def parse_layout(text: bytes, where: str) -> LayoutFile:
         if not _is_number(value):
             raise InputError(f"{where}: model.{name}", f"is {value!r}; expected a number, 1 or more")
     return LayoutFile(where, axes, values, operations, pads, scales, opaque)
+
+
+def _axes_of(raw: Mapping[str, Any], where: str) -> Mapping[str, tuple[Statement, ...]]:
+    """What the preset that is named says of mesh axes."""
+    if "axes_of" not in raw:
+        return {}
+    name = raw["axes_of"]
+    if name not in preset_names():
+        raise InputError(f"{where}: axes_of", f"{name!r} is no preset; expected one of {names(preset_names())}")
+    return parse_layout(_read(PRESETS / f"{name}.toml"), f"layout {name}").axes
 
 
 def _table(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

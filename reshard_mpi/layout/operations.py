@@ -7,6 +7,7 @@
     [[operations]]
     split = "layers.*.qkv_proj.weight"        # along `axis` (0 if it isn't said), into tensors of these sizes, in this order
     into = { "layers.*.q_proj.weight" = "num_attention_heads * head_dim", "layers.*.kv_proj.weight" = 64 }
+    groups = "num_key_value_heads"            # every group holds its part of each of them: q q k v q q k v (1 if it isn't said)
 
     [[operations]]
     unstack = "decoder.layers.**"             # index by index of axis 0, which is `{}` in `to`
@@ -16,15 +17,21 @@
     trim = "embed_tokens.weight"              # to so many elements along `axis`: the padding of a vocabulary
     to = 32000
 
+    [[operations]]
+    permute = "layers.*.wq.weight"            # the rows of every head, for rotary embeddings: from pairs that are neighbours
+    unit = "head_dim"                         # (0 1 2 3 4 5) to first and second ones (0 2 4 1 3 5), or back
+    to = "halves"                             # or "interleaved"
+
 Nothing is moved for it: a part of a stored array is a fragment whose padding is the rest of it, and an index of it is an array of
-its own, which has a digest only if it is all of the one that is stored. Operations are applied in their
-order, each to what the ones before have made; one that finds no tensor is refused.
+its own, which has a digest only if it is all of the one that is stored; rows are put in order as they are read. Operations are
+applied in their order, each to what the ones before have made; one that finds no tensor is refused, unless it is
+`optional = true`.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,28 +39,39 @@ import msgspec
 from msgspec import Struct
 
 from reshard_mpi.checkpoint.dtypes import DTYPES
-from reshard_mpi.checkpoint.manifest import Case, Fragment, Padding, Replica, Rule
-from reshard_mpi.checkpoint.wanted import Operated
+from reshard_mpi.checkpoint.manifest import Case, Fragment, Replica, Rule
+from reshard_mpi.checkpoint.wanted import History, Operated, Step
 from reshard_mpi.errors import InputError
+from reshard_mpi.layout.parts import Piece, index, part, parts, pieces_of_members, reordered
+from reshard_mpi.storage.reordered import ORDERS
 from reshard_mpi.storage.safetensors import StoredArray
 
 # An operation, and what a tensor is after it.
-KINDS = {"rename": "renamed", "split": "split", "unstack": "unstacked", "trim": "trimmed"}
+KINDS = {"rename": "renamed", "split": "split", "unstack": "unstacked", "trim": "trimmed", "permute": "permuted"}
 
 Headers = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
 Number = Callable[[str, int | str], int]  # (where, size as the file has it) -> elements
+APART = 8  # bytes at least between what is shown behind the end of a file, which is aligned to as many
 
 
 class Says(Struct, frozen=True, forbid_unknown_fields=True):
-    """An operation as the file has it; one of `rename`, `split`, `unstack`, `trim` is the pattern."""
+    """An operation as the file has it; one of KINDS is the pattern."""
 
     rename: str | None = None
     split: str | None = None
     unstack: str | None = None
     trim: str | None = None
+    permute: str | None = None
     to: int | str | None = None
     into: dict[str, int | str] | None = None
+    groups: int | str = 1
+    unit: int | str | None = None
     axis: int = 0
+    optional: bool = False
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind in KINDS if getattr(self, kind) is not None]
 
 
 @dataclass(frozen=True)
@@ -63,33 +81,56 @@ class Operation:
     where: str
     says: Says
 
+    @property
+    def kind(self) -> str:
+        return self.says.kinds[0]
+
     @cached_property
     def _pattern(self) -> "re.Pattern[str]":
-        return _captured(self.says.rename or self.says.split or self.says.unstack or self.says.trim or "")
+        return _captured(getattr(self.says, self.kind))
 
-    def _renamed(self, fqn: str, to: str) -> str | None:
-        """The name that `to` makes of the words that the wildcards stand for; None: no match."""
+    def _renamed(self, fqn: str, to: str) -> str:
+        """The name that `to` makes of the words that the wildcards stand for in an fqn that matches."""
         match = self._pattern.fullmatch(fqn)
-        if match is None:
-            return None
-        words = iter(match.groups())
+        words = iter(match.groups() if match else ())
         return re.sub(r"\*\*|\*", lambda _: next(words), to)
 
-    def apply(self, case: Case, headers: Headers, number: Number) -> tuple[Case, Headers]:
-        """Case and headers after it; InputError where there is nothing to do, or it can't be done."""
-        made: dict[str, dict[str, None]] = {}  # tensor -> the tensors that it becomes
-        fragments: list[Fragment] = []
-        arrays = {file: dict(of_file) for file, of_file in headers.items()}
-        for fragment in case.fragments:
-            parts = [*self._parts(fragment, arrays, number)]
-            made.setdefault(fragment.logical_tensor_id, {}).update({part.logical_tensor_id: None for part in parts})
-            fragments += parts
+    def apply(self, case: Case, headers: Headers, history: History, number: Number) -> tuple[Case, Headers, History]:
+        """Case, headers and history after it; InputError where there is nothing to do, or it can't be done."""
         if not any(self._pattern.fullmatch(fragment.fqn) for fragment in case.fragments):
+            if self.says.optional:
+                return case, headers, history
             raise InputError(self.where, f"no tensor is called so; expected names like {case.fragments[0].fqn}")
+        made: dict[str, dict[str, None]] = {}  # tensor -> the tensors that it becomes
+        changed: dict[str, str] = {}  # the fqn that a tensor had
+        fragments: list[Fragment] = []
+        arrays = _Arrays(headers)
+        for fragment in case.fragments:
+            found = [fragment]
+            if self._pattern.fullmatch(fragment.fqn):
+                changed[fragment.logical_tensor_id] = fragment.fqn
+                found = [*self._parts(fragment, arrays, number)]
+            made.setdefault(fragment.logical_tensor_id, {}).update({one.logical_tensor_id: None for one in found})
+            fragments += found
         ids = Counter(tensor_id for names in made.values() for tensor_id in names)
         twice = [tensor_id for tensor_id, count in ids.items() if count > 1]
         if twice:
             raise InputError(self.where, f"two tensors would be called {twice[0]}; give each a name of its own")
+        done: dict[str, tuple[Step, ...]] = {}
+        for old, names in made.items():
+            steps = history.get(old, ())
+            steps += (Step(self.kind, changed[old]),) if old in changed else ()
+            done |= dict.fromkeys(names, steps) if steps else {}
+        return self._case(case, tuple(fragments), made, changed), arrays.by_file, done
+
+    def _case(
+        self,
+        case: Case,
+        fragments: tuple[Fragment, ...],
+        made: Mapping[str, Collection[str]],
+        changed: Collection[str],
+    ) -> Case:
+        """The case of these fragments; what was said of a tensor is said of those that it becomes."""
         layout = case.topology.layout
         if layout is not None:
             unstacked = {old for old in made if self.says.unstack is not None and old not in made[old]}
@@ -100,21 +141,22 @@ class Operation:
             msgspec.structs.replace(oracle, logical_tensor_id=new)
             for oracle in case.oracles
             for new in made[oracle.logical_tensor_id]
-            if len(made[oracle.logical_tensor_id]) == 1 and shapes[new] == oracle.shape
+            if len(made[oracle.logical_tensor_id]) == 1
+            and shapes[new] == oracle.shape
+            and not (self.kind == "permute" and oracle.logical_tensor_id in changed)
         ]
-        changed = msgspec.structs.replace(
+        return msgspec.structs.replace(
             case,
-            fragments=tuple(fragments),
+            fragments=fragments,
             topology=msgspec.structs.replace(case.topology, layout=layout),
             oracles=tuple(oracles),
             oracle_file=case.oracle_file if oracles else None,
             expected_manifest_digest=None,
         )
-        return changed, arrays
 
     def changes(self, case: Case, number: Number) -> Iterator[Operated]:
         """What it does to the tensors of a case, each once, in the order of their ids."""
-        says, kind = self.says, next(done for kind, done in KINDS.items() if getattr(self.says, kind) is not None)
+        says = self.says
         for _, fqn, shape in sorted({(f.logical_tensor_id, f.fqn, f.global_shape) for f in case.fragments}):
             if not self._pattern.fullmatch(fqn):
                 continue
@@ -128,105 +170,115 @@ class Operation:
             elif says.trim is not None:
                 detail = {"axis": says.axis, "from": shape[says.axis], "to": number(self.where, says.to or 0)}
             else:
-                detail = {}
-            yield Operated(kind, fqn, detail)
+                detail = {"unit": number(self.where, says.unit or 0), "to": says.to}
+            yield Operated(KINDS[self.kind], fqn, detail)
 
-    def _parts(
-        self, fragment: Fragment, headers: dict[str, dict[str, StoredArray]], number: Number
-    ) -> Iterator[Fragment]:
-        says = self.says
-        if not self._pattern.fullmatch(fragment.fqn):
-            yield fragment
-        elif says.rename is not None:
-            yield _named(fragment, self._renamed(fragment.fqn, str(says.to)) or "")
+    def _parts(self, fragment: Fragment, arrays: "_Arrays", number: Number) -> Iterator[Fragment]:
+        """What becomes of a fragment that the operation is for."""
+        says, axis = self.says, self.says.axis
+        if not 0 <= axis < len(fragment.global_shape) and says.rename is None:
+            raise InputError(self.where, f"is of axis {axis}, but {fragment.fqn} has {len(fragment.global_shape)} axes")
+        if says.rename is not None:
+            yield _named(fragment, self._renamed(fragment.fqn, str(says.to)))
         elif says.trim is not None:
-            yield self._part(fragment, 0, number(self.where, says.to or 0))
+            size, whole = number(self.where, says.to or 0), fragment.global_shape[axis]
+            if size > whole:
+                raise InputError(self.where, f"{size} elements are wanted of axis {axis} of {fragment.fqn}: {whole}")
+            yield part(fragment, axis, Piece(0, size, 0, size))
         elif says.unstack is not None:
-            yield from self._indices(fragment, headers[fragment.payload_file])
+            yield from self._indices(fragment, arrays)
+        elif says.permute is not None:
+            yield from self._reordered(fragment, arrays, number)
         else:
             yield from self._members(fragment, number)
 
     def _members(self, fragment: Fragment, number: Number) -> Iterator[Fragment]:
-        sizes = {to: number(self.where, size) for to, size in (self.says.into or {}).items()}
-        self._check_axis(fragment)
-        size = fragment.global_shape[self.says.axis]
-        if sum(sizes.values()) != size:
-            said = " + ".join(map(str, sizes.values()))
+        into = self.says.into or {}
+        sizes = [number(self.where, size) for size in into.values()]
+        ngroups, size = number(self.where, self.says.groups), fragment.global_shape[self.says.axis]
+        if sum(sizes) != size:
+            said = " + ".join(map(str, sizes))
             raise InputError(
                 self.where, f"splits into {said} elements, but axis {self.says.axis} of {fragment.fqn} has {size}"
             )
-        first, array = 0, f"{fragment.payload_file}:{fragment.payload_key}"
-        for to, size in sizes.items():
-            part = _named(self._part(fragment, first, size), self._renamed(fragment.fqn, to) or "")
-            yield msgspec.structs.replace(
-                part,
-                fragment_id=f"{fragment.fragment_id}:{part.fqn}",
-                shared_storage_id=fragment.shared_storage_id or array,
-                tie_group_id=None,
-                replica=_group_of(fragment.replica, part.fqn),
-            )
-            first += size
+        if any(size % ngroups for size in sizes):
+            raise InputError(self.where, f"{' + '.join(map(str, sizes))} elements are no {ngroups} equal groups")
+        for to, pieces in zip(into, pieces_of_members(sizes, ngroups), strict=True):
+            fqn = self._renamed(fragment.fqn, to)
+            yield from _several(fragment, [_named(one, fqn) for one in parts(fragment, self.says.axis, pieces)])
 
-    def _indices(self, fragment: Fragment, arrays: dict[str, StoredArray]) -> Iterator[Fragment]:
+    def _reordered(self, fragment: Fragment, arrays: "_Arrays", number: Number) -> Iterator[Fragment]:
+        unit, nrows = number(self.where, self.says.unit or 0), fragment.global_shape[0]
+        if unit % 2 or nrows % unit:
+            raise InputError(
+                self.where, f"{nrows} rows of {fragment.fqn} are no heads of {unit} rows, half of them and half"
+            )
+        if not fragment.has_elements:
+            yield fragment
+            return
+        array = arrays.of(fragment)
+        if array.strided or array.order or array.nbytes * 8 != _nbits(array) * array.shape[0] or _nbits(array) % 8:
+            raise InputError(self.where, f"{fragment.fragment_id} isn't stored row by row; permute it elsewhere")
+        shown, found = reordered(fragment, array, arrays.end(fragment.payload_file), unit, str(self.says.to))
+        key = f"{fragment.payload_key}\0{shown.begin}"  # no array of a file is called so
+        arrays.add(fragment.payload_file, key, shown)
+        yield from _several(fragment, [msgspec.structs.replace(one, payload_key=key) for one in found])
+
+    def _indices(self, fragment: Fragment, arrays: "_Arrays") -> Iterator[Fragment]:
         """Every index of axis 0 that the fragment holds."""
-        self._check_axis(fragment)
-        array, before = arrays[fragment.payload_key], fragment.padding.before[0]
-        nindices = fragment.local_shape[0]
-        nbits = DTYPES[array.dtype].nbits * math.prod(array.shape[1:])
-        if array.strided or nbits % 8:
+        array = arrays.of(fragment)
+        if array.strided or array.order or _nbits(array) % 8:
             raise InputError(self.where, f"{fragment.fragment_id} isn't stored index by index; unstack it elsewhere")
-        for index in range(fragment.element_extent[0]):
-            to = str(self.says.to).replace("{}", str(fragment.element_offset[0] + index))
-            part = _named(fragment, self._renamed(fragment.fqn, to) or "")
-            key = f"{fragment.payload_key}[{before + index}]"
-            begin = array.begin + (before + index) * (nbits // 8)
-            arrays[key] = StoredArray(array.dtype, array.shape[1:], begin, nbits // 8)
-            replica, shared = fragment.replica, fragment.shared_storage_id
+        for number in range(fragment.element_extent[0]):
+            to = str(self.says.to).replace("{}", str(fragment.element_offset[0] + number))
+            within, one = index(fragment, array, number)
+            arrays.add(one.payload_file, one.payload_key, within)
+            one = _named(one, self._renamed(fragment.fqn, to))
             yield msgspec.structs.replace(
-                part,
-                fragment_id=f"{fragment.fragment_id}:{part.fqn}",
-                payload_key=key,
-                global_shape=fragment.global_shape[1:],
-                element_offset=fragment.element_offset[1:],
-                element_extent=fragment.element_extent[1:],
-                local_shape=fragment.local_shape[1:],
-                padding=_padding_without_axis_0(fragment.padding),
-                partition_axes=tuple(axis - 1 for axis in fragment.partition_axes if axis),
-                fragment_digest=fragment.fragment_digest if nindices == 1 else None,
-                shared_storage_id=f"{shared}[{before + index}]" if shared else None,
-                replica=_group_of(replica, part.fqn),
+                one,
+                fragment_id=f"{fragment.fragment_id}:{one.fqn}",
+                replica=_group_of(fragment.replica, one.fqn),
                 tie_group_id=None,
             )
 
-    def _check_axis(self, fragment: Fragment) -> None:
-        if not 0 <= self.says.axis < len(fragment.global_shape):
-            raise InputError(
-                self.where, f"is of axis {self.says.axis}, but {fragment.fqn} has {len(fragment.global_shape)} axes"
-            )
 
-    def _part(self, fragment: Fragment, first: int, size: int) -> Fragment:
-        """What the fragment holds of the elements [first, first + size) along the axis, as a tensor of its own."""
-        self._check_axis(fragment)
-        axis, whole = self.says.axis, fragment.global_shape[self.says.axis]
-        if first + size > whole:
-            raise InputError(
-                self.where, f"{first + size} elements are wanted of axis {axis} of {fragment.fqn}: {whole}"
-            )
-        offset, extent = fragment.element_offset[axis], fragment.element_extent[axis]
-        start = min(max(offset, first), first + size)
-        stop = max(start, min(offset + extent, first + size))
-        skipped = min(max(start - offset, 0), extent)
-        padding = Padding(
-            _with(fragment.padding.before, axis, fragment.padding.before[axis] + skipped),
-            _with(fragment.padding.after, axis, fragment.padding.after[axis] + extent - skipped - (stop - start)),
-            "view" if fragment.padding.semantic == "none" and stop - start != extent else fragment.padding.semantic,
-        )
-        return msgspec.structs.replace(
-            fragment,
-            global_shape=_with(fragment.global_shape, axis, size),
-            element_offset=_with(fragment.element_offset, axis, start - first),
-            element_extent=_with(fragment.element_extent, axis, stop - start),
-            padding=padding,
+class _Arrays:
+    """The arrays of a source, to which those are added that an operation makes of them."""
+
+    def __init__(self, headers: Headers):
+        self.by_file = {file: dict(arrays) for file, arrays in headers.items()}
+        self._ends: dict[str, int] = {}
+
+    def of(self, fragment: Fragment) -> StoredArray:
+        return self.by_file[fragment.payload_file][fragment.payload_key]
+
+    def add(self, file: str, key: str, array: StoredArray) -> None:
+        self.by_file[file][key] = array
+        if file in self._ends:
+            self._ends[file] = max(self._ends[file], array.begin + array.nbytes)
+
+    def end(self, file: str) -> int:
+        """Where an array can be shown: apart from all others of the file, and aligned."""
+        if file not in self._ends:
+            self._ends[file] = max((a.begin + a.nbytes for a in self.by_file[file].values()), default=0)
+        return self._ends[file] + -self._ends[file] % APART + APART
+
+
+def _nbits(array: StoredArray) -> int:
+    """Bits of an index of axis 0."""
+    return DTYPES[array.dtype].nbits * math.prod(array.shape[1:])
+
+
+def _several(fragment: Fragment, found: Sequence[Fragment]) -> Iterator[Fragment]:
+    """The fragments of one tensor that a fragment has become: they lie in one stored array."""
+    for number, one in enumerate(found):
+        suffix = f"#{number}" if len(found) > 1 else ""
+        yield msgspec.structs.replace(
+            one,
+            fragment_id=f"{fragment.fragment_id}:{one.fqn}{suffix}",
+            shared_storage_id=fragment.shared_storage_id or f"{fragment.payload_file}:{fragment.payload_key}",
+            tie_group_id=None,
+            replica=_group_of(fragment.replica, f"{one.fqn}{suffix}"),
         )
 
 
@@ -237,11 +289,6 @@ def _group_of(replica: Replica, fqn: str) -> Replica:
     return msgspec.structs.replace(replica, group_id=f"{replica.group_id}:{fqn}")
 
 
-def _padding_without_axis_0(padding: Padding) -> Padding:
-    before, after = padding.before[1:], padding.after[1:]
-    return Padding(before, after, padding.semantic if any(before + after) else "none")
-
-
 def _without_axis_0(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     """What mesh axes do to a tensor of which axis 0 is gone."""
     return {
@@ -249,10 +296,6 @@ def _without_axis_0(rules: Mapping[str, Rule]) -> dict[str, Rule]:
         for axis, rule in rules.items()
         if not (isinstance(rule, int) and rule == 0)
     }
-
-
-def _with(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:axis], size, *sizes[axis + 1 :])
 
 
 def _named(fragment: Fragment, fqn: str) -> Fragment:
@@ -277,11 +320,12 @@ def parse_operation(raw: object, where: str) -> Operation:
     try:
         says = msgspec.convert(raw, Says)
     except msgspec.ValidationError as error:
-        raise InputError(where, f"{error}; expected rename, unstack or trim and to, or split and into") from error
-    kinds = [kind for kind in KINDS if getattr(says, kind) is not None]
-    if len(kinds) != 1:
-        raise InputError(where, f"is {' and '.join(kinds) or 'nothing'}; expected one of {', '.join(KINDS)}")
-    (kind,) = kinds
+        raise InputError(
+            where, f"{error}; expected rename, unstack, trim or permute and to, or split and into"
+        ) from error
+    if len(says.kinds) != 1:
+        raise InputError(where, f"is {' and '.join(says.kinds) or 'nothing'}; expected one of {', '.join(KINDS)}")
+    (kind,) = says.kinds
     if (says.into is None) == (kind == "split") or (says.to is None) == (kind != "split"):
         raise InputError(where, f"{kind} takes {'into' if kind == 'split' else 'to'}, and only that")
     pattern = getattr(says, kind)
@@ -296,4 +340,11 @@ def parse_operation(raw: object, where: str) -> Operation:
         )
     if kind == "split" and not says.into:
         raise InputError(where, "into names no tensors; expected names and sizes")
+    if kind == "permute" and (says.unit is None or says.to not in ORDERS or says.axis):
+        raise InputError(
+            where,
+            f"permutes heads of axis 0, of `unit` rows, to {' or '.join(ORDERS)}; found unit {says.unit}, to {says.to}",
+        )
+    if (says.unit is not None and kind != "permute") or (says.groups != 1 and kind != "split"):
+        raise InputError(where, f"{kind} takes no unit, or no groups: unit is of permute, groups of split")
     return Operation(where, says)

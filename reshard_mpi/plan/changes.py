@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace as with_fields
 
 from reshard_mpi.checkpoint.manifest import Case, Fragment
-from reshard_mpi.checkpoint.wanted import CAST_FROM, CastRule, Operated, RenameRule, cast_rule_of, new_name
+from reshard_mpi.checkpoint.wanted import CAST_FROM, CastRule, Operated, RenameRule, Step, cast_rule_of, new_name
 from reshard_mpi.errors import InputError, UsageError, names, plural
 from reshard_mpi.layout.operations import KINDS
 from reshard_mpi.layout.target import Outgoing
@@ -104,7 +104,11 @@ def renamed_source(source: Source, rules: Sequence[RenameRule]) -> tuple[Source,
         source_ids={new: old for old, new in ids.items()},
         warnings=_without_effect(new_fqns, rules),
     )
-    return with_case(source, _renamed_case(case, new_fqns, ids)), changes
+    history = {
+        ids[tensor]: source.history.get(tensor, ()) + ((Step("rename", fqn),) if new_fqns[fqn] != fqn else ())
+        for tensor, fqn in fqns.items()
+    }
+    return replace(with_case(source, _renamed_case(case, new_fqns, ids)), history=history), changes
 
 
 def _check_names(new_fqns: Mapping[str, str]) -> None:
@@ -241,7 +245,9 @@ def _as_if_saved_in(source: Source, new: Mapping[str, str]) -> Source:
         stored = headers[file][key]
         begin = ends[file] + -ends[file] % 8 + 8  # apart from what lies before, and aligned
         cast = CastArray(key, stored.shape, stored.begin, stored.dtype, begin, dtype)
-        headers[file][_shown_key(key, dtype)] = StoredArray(dtype, stored.shape, begin, cast.nbytes, cast=cast)
+        headers[file][_shown_key(key, dtype)] = StoredArray(
+            dtype, stored.shape, begin, cast.nbytes, order=stored.order, cast=cast
+        )
         ends[file] = begin + cast.nbytes
     oracles = tuple(oracle for oracle in case.oracles if oracle.logical_tensor_id not in new)
     changed = with_case(source, with_fields(case, fragments=tuple(fragments), oracles=oracles))

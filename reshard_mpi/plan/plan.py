@@ -33,8 +33,8 @@ class ArrayTable:
     `digest` is a digest as four numbers; `has_digest` is 0 where there is none, else the number of its algorithm. `hasher` is
     the rank that computes it: on the way where it reads or writes all of the array itself, else by reading it back. Nobody
     computes that of a target array which is known beforehand. `begins_as` is the source array, read by the hasher, whose first
-    `begins_nbytes` bytes are also the first of this one, or -1: its hash goes on from there. `cast_nbytes`: of the bytes that the
-    file holds in place of these, in another dtype, and of which the digest is; 0 where the file holds these.
+    `begins_nbytes` bytes are also the first of this one, or -1: its hash goes on from there. `converted_nbytes`: of the bytes
+    that the file holds in place of these, in another dtype or order, and of which the digest is; 0 where it holds these.
     """
 
     file: Ints
@@ -45,7 +45,7 @@ class ArrayTable:
     hasher: Ints
     begins_as: Ints
     begins_nbytes: Ints
-    cast_nbytes: Ints
+    converted_nbytes: Ints
 
     @classmethod
     def of(
@@ -55,14 +55,14 @@ class ArrayTable:
         nbytes: Ints,
         digest: Ints | None = None,
         has_digest: Ints | None = None,
-        cast_nbytes: Ints | None = None,
+        converted_nbytes: Ints | None = None,
     ) -> "ArrayTable":
         """Arrays that nobody has been chosen to hash yet; without `digest`, none is known."""
         none = np.zeros(len(file), np.int64)
         if digest is None or has_digest is None:
             digest, has_digest = np.zeros((len(file), 4), np.int64), none
-        cast_nbytes = none if cast_nbytes is None else cast_nbytes
-        return cls(file, begin, nbytes, digest, has_digest, none, none - 1, none, cast_nbytes)
+        converted_nbytes = none if converted_nbytes is None else converted_nbytes
+        return cls(file, begin, nbytes, digest, has_digest, none, none - 1, none, converted_nbytes)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Plan:
     @property
     def memory_nbytes(self) -> int:
         """Bytes of all buffers of a rank."""
-        return buffers(bool(self.source.arrays.cast_nbytes.any())) * self.buffer_nbytes
+        return buffers(bool(self.source.arrays.converted_nbytes.any())) * self.buffer_nbytes
 
     def round_slabs(self, number: int) -> slice:
         return slice(int(self.round_first[number]), int(self.round_first[number + 1]))

@@ -26,7 +26,7 @@ def find_prefixes(source: Rows, target: Rows) -> Prefixes:
     """The longest common beginnings, where they are at least half of the target array."""
     fills, filled = (_filling(rows) for rows in (source, target))
     arrays, of = source.arrays, source.array[fills]
-    fills = fills[(arrays.has_digest[of] == SHA256) & (arrays.cast_nbytes[of] == 0)]
+    fills = fills[(arrays.has_digest[of] == SHA256) & (arrays.converted_nbytes[of] == 0)]
     starts = np.concatenate([source.stored.boxes.start[fills], target.stored.boxes.start[filled]])
     _, number = equal_rows(np.concatenate([source.tensor[fills], target.tensor[filled]]), *starts.T)
     source_of = np.full(len(number), -1)

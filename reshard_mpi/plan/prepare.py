@@ -19,6 +19,7 @@ from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import ReshardError, UsageError, names
 from reshard_mpi.formats.hdf5_target import build_hdf5, check_names
 from reshard_mpi.formats.hugging_face_target import in_files
+from reshard_mpi.layout.families import unfit
 from reshard_mpi.layout.file import LayoutFile, Resolved
 from reshard_mpi.layout.opaque import Opaque, find_opaque, opaque_rules
 from reshard_mpi.layout.rules import Tensor, target_layout
@@ -43,6 +44,7 @@ class Selection:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     layout: LayoutFile | None = None
+    as_is: bool = False  # also what is recognised as nothing that Hugging Face has
     format: str = "safetensors"  # or hdf5, hf
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     rename: tuple[RenameRule, ...] = ()
@@ -139,6 +141,9 @@ def outgoing_of(source: Source, selection: Selection) -> tuple[Outgoing | None, 
         states, refused = opaque_rules(source.case, target, kept, _opaque(source.case, selection))
         layout, faults = target_layout(source.case, target, given.layout | states)
         faults = [*refused, *pairs.faults, *given.faults, *faults]
+        if selection.format == "hf" and not selection.as_is:
+            fqns = {f.logical_tensor_id: f.fqn for f in source.case.fragments}
+            faults += unfit({tensor: fqns[tensor] for tensor in kept}, source.history)
         exceptions = Exceptions(given.cuts, shapes)
         if not faults:
             together = [pair for pair in pairs.together if {pair.weight, pair.scale} <= set(kept)]
@@ -323,8 +328,8 @@ def _source_table(
     ]
     rows = np.stack([digest_row(digest) for digest in digests]) if digests else np.empty((0, 4), np.int64)
     kinds = np.array([ALGORITHMS.index(algorithm_of(digest)) for digest in digests], np.int64)
-    cast_nbytes = np.array([array.cast.stored_nbytes if array.cast else 0 for array in arrays], np.int64)
-    return ArrayTable.of(file, begin, nbytes, rows, kinds, cast_nbytes)
+    converted_nbytes = np.array([array.converted_nbytes for array in arrays], np.int64)
+    return ArrayTable.of(file, begin, nbytes, rows, kinds, converted_nbytes)
 
 
 def _target_table(outgoing: Outgoing, spans: Sequence[StoredArray]) -> ArrayTable:

@@ -5,8 +5,8 @@
                         \\--tiles to oneself--------------------------> write buffer --write-----/
                          \\--pack--> send buffer ~~> receive buffer --unpack--/
 
-What is cast is converted as it is read, and so never copied. Pure: a round is expanded from the plan by index arithmetic alone,
-without opening a file or talking to anyone.
+What is cast or put in another order is converted as it is read, and so never copied. Pure: a round is expanded from the plan by
+index arithmetic alone, without opening a file or talking to anyone.
 """
 
 from dataclasses import dataclass, replace
@@ -144,8 +144,8 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
 
     twin = _index_of(lands.row, plan.target.twin[mine.row], lands.slab, mine.slab)
     is_read = np.full(len(reads.row), bool(plan.hashing))
-    is_cast = plan.source.arrays.cast_nbytes[plan.source.array[reads.row]] > 0
-    is_read |= is_cast
+    is_converted = plan.source.arrays.converted_nbytes[plan.source.array[reads.row]] > 0
+    is_read |= is_converted
     is_read[read_of[~as_read]] = is_read[tiles_read.index[sends]] = True
     # What is wanted in several places is read once, too.
     wanted = np.bincount(twin, minlength=len(lands.row))[landed.index[here]] * landed.boxes.take(here).volume
@@ -188,8 +188,8 @@ def expand_round(plan: Plan, number: int, rank: int) -> RoundWork:
         write=_written(plan.target, mine, position, way == _ASSEMBLED, landing.buffer_nbytes),
         straight=_written(plan.target, mine, position, way == _STRAIGHT, read.buffer_nbytes),
         cast=CastParts(
-            place_read.tiles(np.flatnonzero(is_cast), reads.boxes.take(is_cast)),
-            plan.slab_tensor[slabs][reads.slab[is_cast]],
+            place_read.tiles(np.flatnonzero(is_converted), reads.boxes.take(is_converted)),
+            plan.slab_tensor[slabs][reads.slab[is_converted]],
         ),
         copy=_copies(plan.target, mine, source_file[twin], position, way == _COPIED),
     )

@@ -5,7 +5,7 @@ All that reads manifests, lays out tensors and plans is imported from here, and 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,7 @@ from reshard_mpi.errors import ReshardError, UsageError, names, plural, raise_fi
 from reshard_mpi.formats.dcp import is_dcp
 from reshard_mpi.formats.hdf5_target import write_global_view
 from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, write_index
-from reshard_mpi.layout.file import LAYOUT_FILE, LayoutFile, layout_for
+from reshard_mpi.layout.file import LAYOUT_FILE, NO_LAYOUT, LayoutFile, layout_for
 from reshard_mpi.plan.changes import Changes, with_padding
 from reshard_mpi.plan.earlier import Earlier, Ranges, joined
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
@@ -35,6 +35,7 @@ from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
 from reshard_mpi.storage.entries import FOLDER, Entry, check_entries, copy_entries, file_name, left_out
 from reshard_mpi.storage.files import Files, create_file, file_stamps, is_on_nfs
+from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
@@ -90,6 +91,7 @@ class Lead:
             job.include,
             job.exclude,
             self.layout,
+            as_is=job.layout == NO_LAYOUT,
             format=job.format,
             most_file_nbytes=job.most_file_nbytes,
             rename=rename_rules(job.rename),
@@ -263,20 +265,27 @@ class Lead:
             tuple(file.name for file in prepared.target_files),
             self._strided(),
             self._casts(),
+            self._orders(),
         )
 
     def _source_keys(self) -> tuple[str, ...]:
         """Of each source array of the plan, its key in its file."""
-        casts = self._casts()
+        casts, orders = self._casts(), self._orders()
         return tuple(
-            casts[array].key if array in casts else fragments[0].payload_key
+            orders[array].key if array in orders else casts[array].key if array in casts else fragments[0].payload_key
             for array, fragments in enumerate(self.prepared.source_fragments)
         )
 
     def _casts(self) -> dict[int, CastArray]:
-        """The arrays that are converted as they are read, by source array of the plan."""
-        arrays = (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
-        return {number: array.cast for number, array in enumerate(arrays) if array.cast}
+        """The arrays whose elements are converted as they are read, by source array of the plan."""
+        return {number: array.cast for number, array in enumerate(self._source_arrays()) if array.cast}
+
+    def _orders(self) -> dict[int, ReorderedArray]:
+        """The arrays whose rows are put in another order as they are read, by source array of the plan."""
+        return {number: array.order for number, array in enumerate(self._source_arrays()) if array.order}
+
+    def _source_arrays(self) -> Iterator[StoredArray]:
+        return (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
 
     def _strided(self) -> dict[str, tuple[ShownArray, ...]]:
         """The source's arrays that are no span of their file, by file."""

@@ -29,6 +29,7 @@ from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.shown import ShownArray
 
 NBYTES_BETWEEN_AGREEMENTS = 1 << 26  # of a rank: a moment, even on a slow disk
@@ -45,6 +46,7 @@ class Names:
     target_files: tuple[str, ...]
     strided: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
     casts: Mapping[int, CastArray] = field(default_factory=dict)  # by source array
+    orders: Mapping[int, ReorderedArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def move_rounds(
                 plan.buffer_nbytes,
                 hashing,
                 names.casts,
+                names.orders,
             )
             writer = Writer(
                 target, names.target_files, plan.target, comm.rank, plan.buffer_nbytes, hashing, reader.digest_of

@@ -22,6 +22,7 @@ from reshard_mpi.plan.rounds import CastParts, Copies, Runs, Spans
 from reshard_mpi.storage.cast import CastArray, Caster
 from reshard_mpi.storage.digests import ALGORITHMS, RunningDigest, digest_name
 from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.reordered import OpenReordered, ReorderedArray
 
 Bytes = NDArray[np.uint8]
 Row = tuple[int, int, int, int]  # (array or file, offset, bytes, position in a buffer)
@@ -53,7 +54,7 @@ class _Buffers:
 class Reader:
     """Reads the spans of rounds from the source, and holds every array that it has read whole against its digest.
 
-    Arrays in `casts`, by number, are converted as they are read; their digests are of what is in the file.
+    Arrays in `casts` and in `orders`, by number, are converted as they are read; their digests are of what is in the file.
     """
 
     def __init__(
@@ -65,13 +66,16 @@ class Reader:
         buffer_nbytes: int,
         hashing: bool,
         casts: Mapping[int, CastArray] | None = None,
+        orders: Mapping[int, ReorderedArray] | None = None,
     ):
         self._files, self._names, self._keys, self._arrays = files, names, keys, arrays
         self._buffers = _Buffers(READ_BUFFERS, buffer_nbytes)
         self._hashing = hashing
         self._digests: dict[int, RunningDigest] = {}
-        self._casts = casts or {}
-        self._shown = sorted((int(arrays.file[array]), cast.begin, array) for array, cast in self._casts.items())
+        self._casts, self._orders = casts or {}, orders or {}
+        self._converted = self._casts.keys() | self._orders.keys()
+        self._shown = sorted((int(arrays.file[array]), int(arrays.begin[array]), array) for array in self._converted)
+        self._ordered: tuple[int, OpenReordered] | None = None
         self._caster = Caster(buffer_nbytes if self._casts else 0)
         self.infinite: Counter[int] = Counter()  # elements that have become so, by tensor
         self.verified: list[int] = []  # arrays that hold their digests, as it turns out
@@ -94,11 +98,11 @@ class Reader:
                 self._files.read(self._names[file], offset, into)
                 self.work.nbytes += nbytes
             else:
-                self._read_cast(array, offset, into, position, cast)
+                self._read_converted(array, offset, into, position, cast)
             read = time.perf_counter()
             self.work.seconds += read - started - (self.work.hash_seconds - hashed)
             for array, begin, size, at in rows:
-                if self._arrays.has_digest[array] and array not in self._casts:
+                if self._arrays.has_digest[array] and array not in self._converted:
                     self._feed(array, begin - int(self._arrays.begin[array]), buffer.data[at : at + size])
             self.work.hash_seconds += time.perf_counter() - read
         return buffer
@@ -108,22 +112,43 @@ class Reader:
         at = bisect_right(self._shown, (file, offset, len(self._arrays.file))) - 1
         return self._shown[at][2] if at >= 0 and self._shown[at][0] == file else None
 
-    def _read_cast(self, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None) -> None:
+    def _read_converted(
+        self, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None
+    ) -> None:
         """Read what the array is converted to from `offset` of its file on; `into` lies at `position` of the buffer."""
-        name, cast = self._names[self._arrays.file[array]], self._casts[array]
-
-        def seen(within: int, data: memoryview) -> None:
-            self.work.nbytes += len(data)
-            if self._hashing and self._arrays.has_digest[array]:
-                started = time.perf_counter()
-                self._feed(array, within, data)
-                self.work.hash_seconds += time.perf_counter() - started
 
         def infinite(found: NDArray[np.int64]) -> None:
             if parts is not None:
                 self.infinite.update(_within(parts, position + found))
 
-        self._caster.read(cast, offset - cast.begin, into, partial(self._files.read, name), seen, infinite)
+        read = partial(self._read_ordered if array in self._orders else self._read_stored, array)
+        if array in self._casts:
+            cast = self._casts[array]
+            self._caster.read(cast, offset - cast.begin, into, read, infinite)
+        else:
+            read(offset, into)
+
+    def _read_ordered(self, array: int, offset: int, into: memoryview) -> None:
+        """The rows of the array in the order wanted, from where they are shown."""
+        order = self._orders[array]
+        if self._ordered is None or self._ordered[0] != array:
+            self._ordered = None  # its memory goes before the next one's comes
+            self._ordered = array, OpenReordered(order, partial(self._read_stored, array))
+        self._ordered[1].read(offset - order.begin, into)
+
+    def _read_stored(self, array: int, offset: int, into: memoryview) -> None:
+        """What the file holds of the array that is converted: its digest is of it."""
+        self._files.read(self._names[self._arrays.file[array]], offset, into)
+        self.work.nbytes += len(into)
+        if self._hashing and self._arrays.has_digest[array]:
+            started = time.perf_counter()
+            self._feed(array, offset - self._stored_begin(array), into)
+            self.work.hash_seconds += time.perf_counter() - started
+
+    def _stored_begin(self, array: int) -> int:
+        if array in self._orders:
+            return self._orders[array].stored_begin
+        return self._casts[array].stored_begin if array in self._casts else int(self._arrays.begin[array])
 
     def _feed(self, array: int, within: int, data: memoryview) -> None:
         running = self.digest_of(array)
@@ -133,14 +158,14 @@ class Reader:
             self._compare(array, running)
 
     def _catch_up(self, array: int, running: RunningDigest, offset: int) -> None:
-        begin = self._casts[array].stored_begin if array in self._casts else int(self._arrays.begin[array])
-        _catch_up(self._files, self._names[self._arrays.file[array]], begin, running, offset, self.work)
+        name = self._names[self._arrays.file[array]]
+        _catch_up(self._files, name, self._stored_begin(array), running, offset, self.work)
 
     def digest_of(self, array: int) -> RunningDigest:
         """The hash of an array that this rank reads, as far as it has come."""
         if array not in self._digests:
             algorithm = ALGORITHMS[self._arrays.has_digest[array]]
-            nbytes = int(self._arrays.cast_nbytes[array] or self._arrays.nbytes[array])
+            nbytes = int(self._arrays.converted_nbytes[array] or self._arrays.nbytes[array])
             self._digests[array] = RunningDigest(nbytes, algorithm)
         return self._digests[array]
 

@@ -103,10 +103,10 @@ def _read_nbytes(plan: Plan) -> Ints:
     place = (rank * (1 + int(file.max(initial=0))) + file) * (1 + int(last.max(initial=0)))
     reached = np.maximum.accumulate(np.append(0, place + last))[:-1]
     nbytes = np.maximum(place + last - np.maximum(reached, place + first), 0)
-    # What is cast is read as it is stored.
+    # What is converted is read as it is stored.
     array = side.array[order]
-    cast, shown = side.arrays.cast_nbytes[array], np.maximum(side.arrays.nbytes[array], 1)
-    return np.bincount(rank, np.where(cast > 0, nbytes * cast // shown, nbytes), plan.nranks).astype(np.int64)
+    converted, shown = side.arrays.converted_nbytes[array], np.maximum(side.arrays.nbytes[array], 1)
+    return np.bincount(rank, np.where(converted > 0, nbytes * converted // shown, nbytes), plan.nranks).astype(np.int64)
 
 
 def _shards(prepared: Prepared) -> list[dict[str, Any]]:

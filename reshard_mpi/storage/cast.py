@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard_mpi.storage.shown import ReadSpan
+
 Positions = NDArray[np.int64]
-ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of the file from an offset on
-Seen = Callable[[int, memoryview], None]  # is given the bytes of the array as it is stored, from an offset within it on
 Infinite = Callable[[Positions], None]  # is told where in the view finite elements begin that have become infinite
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}  # the bits of it
@@ -61,9 +61,7 @@ class Caster:
     def __init__(self, nbytes: int):
         self._scratch = np.empty(max(min(nbytes, MOST_NBYTES), 64), np.uint8)
 
-    def read(
-        self, array: CastArray, offset: int, into: memoryview, read: ReadSpan, seen: Seen, infinite: Infinite
-    ) -> None:
+    def read(self, array: CastArray, offset: int, into: memoryview, read: ReadSpan, infinite: Infinite) -> None:
         """Fill `into` with the bytes of the array as it is shown, from `offset` within it on."""
         size, stored_size = ITEMSIZES[array.dtype], ITEMSIZES[array.stored_dtype]
         first, last = offset // size, -(-(offset + len(into)) // size)
@@ -72,7 +70,6 @@ class Caster:
             high = min(low + step, last)
             stored = self._scratch[: (high - low) * stored_size]
             read(array.stored_begin + low * stored_size, stored.data)
-            seen(low * stored_size, stored.data)
             room = len(stored) + -len(stored) % 8
             cast = self._scratch[room : room + (high - low) * size]
             odd = (_convert(stored, array.stored_dtype, cast, array.dtype) + low) * size - offset

@@ -19,6 +19,7 @@ from reshard_mpi.checkpoint.dtypes import BY_SAFETENSORS, DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import Count, Shape, strict_json
 from reshard_mpi.errors import InputError, StorageError
 from reshard_mpi.storage.cast import CastArray
+from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.shown import ShownArray
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -30,7 +31,7 @@ class StoredArray:
     """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order.
 
     `strided` says how its elements really lie, where they are no such span: then `begin` is where they are shown; so it is with
-    `cast`, of an array that is stored in another dtype.
+    `order`, of an array whose rows are stored in another one, and with `cast`, of an array that is stored in another dtype.
     """
 
     dtype: str
@@ -38,7 +39,15 @@ class StoredArray:
     begin: int
     nbytes: int
     strided: ShownArray | None = None
+    order: ReorderedArray | None = None
     cast: CastArray | None = None
+
+    @property
+    def converted_nbytes(self) -> int:
+        """Of what the file holds in place of these bytes; 0 where it holds these."""
+        if self.cast:
+            return self.cast.stored_nbytes
+        return self.nbytes if self.order else 0
 
 
 class _Entry(msgspec.Struct):

@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
 from reshard_mpi.checkpoint.mesh import MOST_RANKS
-from reshard_mpi.checkpoint.wanted import Operated
+from reshard_mpi.checkpoint.wanted import History, Operated
 from reshard_mpi.errors import (
     InputError,
     IntegrityError,
@@ -33,7 +33,10 @@ Headers = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
 
 @dataclass
 class Source:
-    """A case folder: what its manifest says and what is wrong with it. `headers` come later (`attach_headers`)."""
+    """A case folder: what its manifest says and what is wrong with it. `headers` come later (`attach_headers`).
+
+    `history`: what was done to its tensors since it was opened.
+    """
 
     folder: Path
     parsed: ParsedCase
@@ -43,6 +46,7 @@ class Source:
     operated: tuple[Operated, ...] = ()  # what made the description of what is stored
     others: tuple[Entry, ...] = ()  # what is there beside tensors
     warnings: list[str] = field(default_factory=list)
+    history: History = field(default_factory=dict)
 
     @property
     def case(self) -> Case:
@@ -67,7 +71,8 @@ class Source:
     def held_nbytes(self) -> int:
         """Of memory, at most, for an array that is no span of its file: by who reads and by who copies."""
         arrays = (array for of_file in self.headers.values() for array in of_file.values())
-        return 2 * max((array.strided.held_nbytes for array in arrays if array.strided), default=0)
+        shown = (one for array in arrays for one in (array.strided, array.order) if one)
+        return 2 * max((one.held_nbytes for one in shown), default=0)
 
     def raise_first(self) -> None:
         raise_first(self.findings.faults)
@@ -141,7 +146,9 @@ def _described_source(folder: Path) -> Source:
     return Source(folder, parsed, findings, True, described.headers, others=described.others, warnings=warnings)
 
 
-def described_anew(source: Source, case: Case, headers: Headers, operated: tuple[Operated, ...]) -> Source:
+def described_anew(
+    source: Source, case: Case, headers: Headers, operated: tuple[Operated, ...], history: History
+) -> Source:
     """The source with another description of the same stored arrays, which is checked as the first one was."""
     parsed = ParsedCase(case, source.parsed.text_digest, source.parsed.fragments_digest, source.parsed.warnings)
     findings = check_described(case) if source.is_described else check_case(parsed)
@@ -151,7 +158,9 @@ def described_anew(source: Source, case: Case, headers: Headers, operated: tuple
     warnings = list(source.warnings)
     if lost > 0:
         warnings.append(f"{source.folder}: {lost} parts of stored arrays have no digest: their bytes can't be checked")
-    return Source(source.folder, parsed, findings, source.is_described, headers, operated, source.others, warnings)
+    return Source(
+        source.folder, parsed, findings, source.is_described, headers, operated, source.others, warnings, history
+    )
 
 
 def located(folder: Path, faults: Iterable[ReshardError]) -> None:
