@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.formats.models import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, filled, llama, write_hugging_face
-from tests.jobs.outcome import assert_done, assert_refused
+from tests.jobs.outcome import assert_done, assert_refused, run_alone
 from tests.mpirun import run_mpi
 
 CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN}
@@ -330,9 +330,23 @@ OPERATIONS = [
     ("other sizes", 'split = "lm_head.weight"\ninto = { a = 1, b = 2 }', ["operations[0]", "1 + 2", "has 20"]),
     ("no such axis", 'trim = "lm_head.weight"\nto = 3\naxis = 2', ["operations[0]", "axis 2"]),
     ("more than there is", 'trim = "lm_head.weight"\nto = 21', ["operations[0]", "21", "20"]),
-    ("nothing", "axis = 0", ["operations[0]", "rename, split, unstack, trim"]),
+    ("nothing", "axis = 0", ["operations[0]", "rename, split, unstack, trim, permute"]),
     ("two at once", 'rename = "a"\ntrim = "b"\nto = 3', ["operations[0]", "rename and trim"]),
     ("an unknown key", 'rename = "a"\nto = "b"\nfrom = 3', ["operations[0]", "from"]),
+    (
+        "no equal groups",
+        'split = "lm_head.weight"\ngroups = 3\ninto = { a = 12, b = 8 }',
+        ["operations[0]", "12 + 8", "3 equal groups"],
+    ),
+    ("no whole heads", 'permute = "lm_head.weight"\nunit = 6\nto = "halves"', ["operations[0]", "20 rows", "6 rows"]),
+    ("heads without halves", 'permute = "lm_head.weight"\nunit = 5\nto = "halves"', ["operations[0]", "5 rows"]),
+    (
+        "no order",
+        'permute = "lm_head.weight"\nunit = 4\nto = "pairs"',
+        ["operations[0]", "halves or interleaved", "pairs"],
+    ),
+    ("heads of no size", 'permute = "lm_head.weight"\nto = "halves"', ["operations[0]", "unit None"]),
+    ("groups of nothing", 'trim = "lm_head.weight"\nto = 3\ngroups = 2', ["operations[0]", "groups of split"]),
     ("a number that isn't known", 'trim = "lm_head.weight"\nto = "vocab"', ["operations[0]", "vocab", "--layout-set"]),
 ]
 
@@ -365,3 +379,115 @@ def test_a_flipped_byte_of_a_tensor_that_is_taken_apart_is_found(include, where,
     options = ("--target", "single", "--layout", layout, *include)
     done = run_mpi(2, "reshard", case, tmp_path / "out", *options)
     assert_refused(done, 4, "rank-00001", "qkv_proj", out=tmp_path / "out")
+
+
+# Fused by groups, and heads in another order
+
+
+def grouped(q, k, v):
+    """As Megatron-Core holds them: of every group its query heads, its key, its value."""
+    parts = [x.reshape(KV_HEADS, -1, *x.shape[1:]) for x in (q, k, v)]
+    return np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
+
+
+def interleaved(w):
+    """The two halves of every head, row by row in turn."""
+    return w.reshape(-1, 2, HEAD_DIM // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+QKV_SHAPES = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
+OF_A_TRAINER = f"""
+[[operations]]
+split = "qkv.*"
+groups = {KV_HEADS}
+into = {{ "q.*" = {QKV_SHAPES["q"]}, "k.*" = {QKV_SHAPES["k"]}, "v.*" = {QKV_SHAPES["v"]} }}
+[[operations]]
+permute = "w*.*"
+unit = {HEAD_DIM}
+to = "halves"
+"""
+CUTS = [None, "single", "fsdp=3", "fsdp=5", "tp=2,fsdp=3", "tp=8", "dp=2,tp=4"]
+
+
+def of_a_trainer(tmp_path, cut):
+    """A source that is cut so, and what operations make of it."""
+    whole = filled(
+        {
+            f"{name}.{kind}": (size, *rest)
+            for name, size in QKV_SHAPES.items()
+            for kind, rest in (("weight", (6,)), ("bias", ()))
+        }
+    )
+    tensors = {f"qkv.{kind}": grouped(*(whole[f"{name}.{kind}"] for name in "qkv")) for kind in ("weight", "bias")}
+    heads = filled(
+        {"wq.weight": (HEADS * HEAD_DIM, 3), "wq.bias": (HEADS * HEAD_DIM,), "wk.bias": (KV_HEADS * HEAD_DIM,)}
+    )
+    heads = {name: (w.view(np.uint32) + 1000).view(np.float32) for name, w in heads.items()}
+    tensors |= {name: interleaved(w) for name, w in heads.items()}
+    source = write_hugging_face(tmp_path / "hf", tensors)
+    if cut:
+        (tmp_path / "cut.toml").write_text('[axes.tp]\n"*" = 0\n')
+        options = ("--target", cut, "--layout", tmp_path / "cut.toml")
+        assert_done(run_mpi(2, "reshard", source, tmp_path / "case", *options))
+        source = tmp_path / "case"
+    (tmp_path / "mine.toml").write_text(OF_A_TRAINER)
+    return source, whole | heads
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_fused_groups_and_heads_are_put_in_order_however_they_are_cut(cut, tmp_path):
+    source, wanted = of_a_trainer(tmp_path, cut)
+    for nranks, options in ((3, ("--verify", "full", "--memory", "56K")), (1, ("--verify", "none"))):
+        out = tmp_path / f"out-{nranks}"
+        done = run_mpi(
+            nranks, "reshard", source, out, "--target", "single", "--layout", tmp_path / "mine.toml", *options
+        )
+        assert_done(done)
+        assert "have no digest" not in done.stderr or cut is None
+        assert_equal(load_file(out / "rank-00000.safetensors"), wanted)
+
+
+def test_heads_are_put_in_the_other_order_too(tmp_path):
+    """Of interleaved heads few rows stay neighbours where a head is cut; there is a fragment for each then."""
+    source, wanted = of_a_trainer(tmp_path, "fsdp=5")
+    layout = tmp_path / "back.toml"
+    back = '[[operations]]\npermute = "w*.*"\nunit = {unit}\nto = "interleaved"\n'
+    layout.write_text(OF_A_TRAINER + back.format(unit=HEAD_DIM))
+    assert_refused(
+        run_mpi(2, "reshard", source, tmp_path / "twice", "--layout", layout), 3, "operations[2]", "row by row"
+    )
+    assert_done(
+        run_mpi(2, "reshard", source, tmp_path / "out", "--target", "fsdp=5", "--layout", tmp_path / "mine.toml")
+    )
+    layout.write_text(back.format(unit=HEAD_DIM))
+    assert_done(run_mpi(2, "reshard", tmp_path / "out", tmp_path / "back", "--target", "single", "--layout", layout))
+    found = load_file(tmp_path / "back" / "rank-00000.safetensors")
+    assert_equal(found, {name: interleaved(w) if name[0] == "w" else w for name, w in wanted.items()})
+
+
+def test_an_optional_operation_may_find_nothing(tmp_path):
+    source = write_hugging_face(tmp_path / "hf", filled({"a.weight": (4,)}))
+    (tmp_path / "mine.toml").write_text('[[operations]]\nrename = "b.*"\nto = "c.*"\noptional = true\n')
+    assert_done(run_mpi(1, "reshard", source, tmp_path / "out", "--layout", tmp_path / "mine.toml"))
+    assert set(load_file(tmp_path / "out" / "rank-00000.safetensors")) == {"a.weight"}
+
+
+@pytest.mark.parametrize(
+    "fqn, preset",
+    [("layers.0.attention.wq.weight", "torchtitan-llama"), ("decoder.layers.mlp.linear_fc1.weight", "megatron-llama")],
+)
+def test_what_a_new_name_alone_would_make_wrong_is_refused(fqn, preset, tmp_path):
+    """Of what is recognised, `tests/unit/test_families.py` has more."""
+    source = write_hugging_face(tmp_path / "hf", filled({fqn: (4, 4), "norm.weight": (4,)}))
+    out, hf = tmp_path / "out", ("--format", "hf")
+    rename = ("--rename", f"^{fqn}$=>model.q.weight")
+    layout = tmp_path / "mine.toml"
+    layout.write_text(f'[[operations]]\nrename = "{fqn}"\nto = "model.q.weight"\n')
+    told = (preset, "1 tensor ", "--layout none")
+    assert_refused(run_alone("reshard", source, out, *hf), 3, fqn, *told, out=out)
+    assert_refused(run_alone("plan", source, *hf, *rename), 3, "model.q.weight", *told)
+    assert_refused(run_alone("reshard", source, out, *hf, "--layout", layout), 3, "model.q.weight", *told, out=out)
+    assert_done(run_alone("reshard", source, tmp_path / "case", *rename))
+    assert_done(run_alone("plan", source, *hf, "--exclude", fqn))
+    assert_done(run_alone("reshard", source, out, *hf, *rename, "--layout", "none"))
+    assert set(load_file(out / "model.safetensors")) == {"model.q.weight", "norm.weight"}
