@@ -230,7 +230,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         metavar="NAME|FILE",
-        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, a TOML file, or none "
+        help="what mesh axes do to tensors: llama, qwen2, qwen3_moe, mixtral, gpt-neox, a TOML file, or none; "
+        "megatron-llama and torchtitan-llama make Hugging Face's tensors of the trainer's "
         "(default: layout.toml beside the case.json of SOURCE)",
     )
     parser.add_argument(

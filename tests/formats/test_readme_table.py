@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from tests.formats.test_dcp import written
 from tests.jobs.outcome import CASES
@@ -16,6 +17,26 @@ transformers = pytest.importorskip("transformers")
 README = (CHECKOUT / "README.md").read_text()
 TABLE = README.partition("## What you have, what to type")[2].partition("\n\n**")[0]
 COMMANDS = re.findall(r"\| `mpirun -n 4 python -m reshard_mpi ([^`]+)` \|", TABLE)
+
+
+# Llamas of the size of MODEL, under the names of trainers; Megatron's layers are stacked.
+TITAN = {f"layers.{layer}.attention.{name}.weight": (32, 32) for layer in range(2) for name in ("wq", "wk", "wv", "wo")}
+TITAN |= {f"layers.{layer}.feed_forward.{name}.weight": (48, 32) for layer in range(2) for name in ("w1", "w3")}
+TITAN |= {f"layers.{layer}.feed_forward.w2.weight": (32, 48) for layer in range(2)}
+TITAN |= {f"layers.{layer}.{name}.weight": (32,) for layer in range(2) for name in ("attention_norm", "ffn_norm")}
+TITAN |= {"tok_embeddings.weight": (64, 32), "norm.weight": (32,), "output.weight": (64, 32)}
+MEGATRON = {
+    "embedding.word_embeddings.weight": (80, 32),
+    "decoder.layers.self_attention.linear_qkv.weight": (2, 96, 32),
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (2, 32),
+    "decoder.layers.self_attention.linear_proj.weight": (2, 32, 32),
+    "decoder.layers.mlp.linear_fc1.weight": (2, 96, 32),
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight": (2, 32),
+    "decoder.layers.mlp.linear_fc2.weight": (2, 32, 48),
+    "decoder.final_layernorm.weight": (32,),
+    "output_layer.weight": (80, 32),
+    "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": (2, 96, 32),
+}
 
 
 def test_every_row_has_a_command():
@@ -33,7 +54,17 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     model.save_pretrained(folder / "model")
     torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
     shards, _ = written(folder, "hf", "fsdp", 2)
-    return {"CASE": CASES / "tp2-pp2-layers-tied", "DCP": folder / "dcp", "SHARDS": shards, "MODEL": folder / "model"}
+    for name, shapes in (("titan", TITAN), ("megatron", MEGATRON)):
+        state = {fqn: torch.rand(shape) for fqn, shape in shapes.items()}
+        torch.distributed.checkpoint.save(state, checkpoint_id=folder / name, no_dist=True)
+    return {
+        "CASE": CASES / "tp2-pp2-layers-tied",
+        "DCP": folder / "dcp",
+        "SHARDS": shards,
+        "MODEL": folder / "model",
+        "TITAN": folder / "titan",
+        "MEGATRON": folder / "megatron",
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -42,3 +73,7 @@ def test_a_command_of_the_table_works(command, folders, tmp_path):
     done = run_mpi(4, *(have.get(word, word) for word in shlex.split(command)), timeout=120)
     assert done.returncode == 0, tail(done.stdout) + tail(done.stderr)
     assert (tmp_path / "out").is_dir() or command.startswith("compare")
+    if {"TITAN", "MEGATRON"} & set(command.split()):
+        expected = load_file(folders["MODEL"] / "model.safetensors")
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert {fqn: tensor.shape for fqn, tensor in found.items()} == {fqn: t.shape for fqn, t in expected.items()}

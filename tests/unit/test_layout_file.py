@@ -119,6 +119,8 @@ FAULTS = [
     ("an unknown table", "[axis.tp]\n", ["my.toml", "axis"]),
     ("no table of axes", "axes = 3", ["my.toml: axes", "3"]),
     ("no table of patterns", "[axes]\ntp = 3", ["my.toml: axes.tp", "3"]),
+    ("axes of no preset", 'axes_of = "lama"', ["my.toml: axes_of", "'lama'", "llama"]),
+    ("axes of two", 'axes_of = ["llama"]', ["my.toml: axes_of", "llama"]),
     ("no mesh axis", "[axes.rank]\na = 0", ["axes.rank"]),
     ("one mesh axis under two names", "[axes.fsdp]\na = 0\n[axes.dp_shard]\na = 0", ["axes.dp_shard", "twice"]),
     ("an unknown word", '[axes.tp]\n"a.*" = "colwize"', ['axes.tp."a.*"', "'colwize'", "rowwise"]),
@@ -173,8 +175,23 @@ def test_a_preset_is_written_as_it_was_read(name):
     assert "head_dim = 8" in preset.text()
 
 
+def test_a_file_may_say_what_a_preset_says_of_mesh_axes_after_what_it_says_itself():
+    file = parse_layout(b'axes_of = "mixtral"\n[axes.tp]\n"mlp.gate" = 0', "my.toml")
+    assert rules(file, "layers.0.mlp.gate.weight", (4, 4)) == (0, None)
+    assert rules(file, "model.norm.weight", (4,)) == ("replicate", None)
+    assert rules(file, "layers.0.mlp.experts.down_proj", (4, 4, 4), "ep") == (0, None)
+
+
 def test_the_presets_are_those_that_are_documented():
-    assert preset_names() == ["gpt-neox", "llama", "mixtral", "qwen2", "qwen3_moe"]
+    assert preset_names() == [
+        "gpt-neox",
+        "llama",
+        "megatron-llama",
+        "mixtral",
+        "qwen2",
+        "qwen3_moe",
+        "torchtitan-llama",
+    ]
 
 
 def test_numbers_come_from_the_command_line_then_the_file_then_config_json(tmp_path):
