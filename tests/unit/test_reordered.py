@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from reshard_mpi.checkpoint.manifest import Fragment, Padding, Replica
+from reshard_mpi.checkpoint.manifest import Case, Fragment, Oracle, Padding, Replica, Topology
+from reshard_mpi.checkpoint.wanted import Step
+from reshard_mpi.layout.operations import parse_operation
 from reshard_mpi.layout.parts import parts, pieces_of_members, reordered
 from reshard_mpi.storage import reordered as module
 from reshard_mpi.storage.reordered import places
@@ -99,3 +101,15 @@ def test_what_a_cut_holds_of_every_member_of_every_group(first, last):
 
 def test_pieces_that_touch_before_and_after_are_one():
     assert len(parts(fragment(0, 24), 0, pieces_of_members([24], 4)[0])) == 1
+
+
+@pytest.mark.parametrize("kind, is_kept", [("permute", False), ("rename", True)])
+def test_an_oracle_says_nothing_of_a_tensor_whose_heads_are_in_another_order(kind, is_kept):
+    single = Topology({"world_size": 1}, {"world_size": 1})
+    oracle = Oracle("t", "uint8", (UNIT * HEADS,), "t", "sha256:" + 64 * "0")
+    case = Case("c", (), (), single, 1, (fragment(0, 24),), None, "oracles.safetensors", (oracle,))
+    says = {"permute": {"permute": "t", "unit": UNIT, "to": "halves"}, "rename": {"rename": "t", "to": "t"}}[kind]
+    headers = {"f": {"k": StoredArray("uint8", (24,), 0, 24)}}
+    changed, _, history = parse_operation(says, "w").apply(case, headers, {}, lambda _, size: int(size))
+    assert changed.oracles == ((oracle,) if is_kept else ())
+    assert history == {"t": (Step(kind, "t"),)}
