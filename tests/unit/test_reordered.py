@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from reshard_mpi.checkpoint.manifest import Case, Fragment, Oracle, Padding, Replica, Topology
-from reshard_mpi.checkpoint.wanted import Step
+from reshard_mpi.checkpoint.wanted import Operated, Step
 from reshard_mpi.layout.operations import parse_operation
 from reshard_mpi.layout.parts import parts, pieces_of_members, reordered
 from reshard_mpi.storage import reordered as module
@@ -110,6 +110,12 @@ def test_an_oracle_says_nothing_of_a_tensor_whose_heads_are_in_another_order(kin
     case = Case("c", (), (), single, 1, (fragment(0, 24),), None, "oracles.safetensors", (oracle,))
     says = {"permute": {"permute": "t", "unit": UNIT, "to": "halves"}, "rename": {"rename": "t", "to": "t"}}[kind]
     headers = {"f": {"k": StoredArray("uint8", (24,), 0, 24)}}
-    changed, _, history = parse_operation(says, "w").apply(case, headers, {}, lambda _, size: int(size))
+    operation = parse_operation(says, "w")
+    changed, _, history = operation.apply(case, headers, {}, lambda _, size: int(size))
     assert changed.oracles == ((oracle,) if is_kept else ())
     assert history == {"t": (Step(kind, "t"),)}
+    told = {
+        "permute": Operated("permuted", "t", {"unit": UNIT, "to": "halves"}),
+        "rename": Operated("renamed", "t", {"to": "t"}),
+    }
+    assert [*operation.changes(case, lambda _, size: int(size))] == [told[kind]]
