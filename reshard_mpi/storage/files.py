@@ -39,7 +39,7 @@ class Files:
         self._shown: dict[str, dict[int, ShownArray]] = {}  # name -> begin -> array
         self._begins: dict[str, list[int]] = {}  # the same, sorted
         self._held: tuple[str, int, OpenArray] | None = None
-        self._most = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._most = max(1, min(256, _nfree_descriptors() // 4))  # a job has three of us at a time
 
     def descriptor(self, name: str) -> int:
         """An open descriptor of the regular file `name`, valid until the next call."""
@@ -146,6 +146,11 @@ class Files:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _nfree_descriptors() -> int:
+    """How many more files this process may open: MPI libraries have many open, which nobody knows."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
 def open_regular(folder: Path, name: str, flags: int) -> int:
