@@ -32,14 +32,22 @@ def watch(comm: MPI.Comm, seconds: float) -> None:
 
 
 def _watch(comm: MPI.Comm, seconds: float) -> None:
-    # Where all ranks wait, one is to tell: it has ended the others before their time comes.
-    patience = seconds + min(comm.rank, seconds)
+    patience = patience_s(comm.rank, seconds)
     while True:
         touch = longest_touch()
         if touch is not None and time.monotonic() - touch.since >= patience:
             tell(_stalled(comm.rank, touch))
             end_job(comm, StorageError.exit_code)
         time.sleep(min(seconds / 8, LONGEST_NAP_S))
+
+
+def patience_s(rank: int, seconds: float) -> float:
+    """How long a rank waits. Where all of them do, one is to tell: it has ended the others before their time comes.
+
+    >>> patience_s(0, 300), patience_s(5, 300), patience_s(4000, 300)
+    (300, 305, 600)
+    """
+    return seconds + min(rank, seconds)
 
 
 def _stalled(rank: int, touch: Touch) -> StorageError:

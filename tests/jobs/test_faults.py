@@ -277,6 +277,30 @@ def test_whatever_goes_wrong(tmp_path, source, whole, row, mpi):
         assert_refused(run_alone(*command), 2, "exists")
 
 
+READING = Point("a tensor is read", "reshard_mpi.check.whole:WholeTensor.read")
+OTHERS = [
+    # command, what goes wrong
+    ("verify", failing_read(READING, 1)),
+    ("verify", no_memory(READING, 2)),
+    ("verify", stopped(READING, 0)),
+    ("compare", failing_read(READING, 2)),
+    ("compare", no_memory(READING, 0)),
+    ("compare", stopped(READING, 1)),
+    ("compare", stalled(READING, 1, "os:preadv", "/source/", "read")),
+]
+
+
+@pytest.mark.parametrize(("command", "row"), OTHERS, ids=[f"{command}, {row.name}" for command, row in OTHERS])
+def test_the_commands_that_check_end_as_reshard_does(tmp_path, source, command, row):
+    note = tmp_path / "note"
+    fault = {"rank": row.rank, "do": row.do, "at": row.point.at, "call": row.call, "file": row.file, "note": str(note)}
+    folders = [source] * (2 if command == "compare" else 1)
+    program = (faults.__file__, json.dumps(fault), command, *folders, "--progress", "off", "--stall-timeout", 2)
+    done = run_python_mpi(NRANKS, *program, timeout=WITHIN_S)
+    assert note.exists()
+    assert_refused(done, row.code, *(word for word in row.words if word != "goes on"))
+
+
 def table() -> str:
     """FAULTS as it stands in docs/reliability.md."""
     lines = [
