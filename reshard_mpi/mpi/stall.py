@@ -16,12 +16,14 @@ from reshard_mpi.errors import StorageError
 from reshard_mpi.storage.touching import Touch, longest_touch
 
 LONGEST_NAP_S = 1.0
+SECONDS_TO_BE_HEARD = 0.2  # by the launcher: Open MPI's mixes what it says of an abort into lines that are still on their way
 
 
 def end_job(comm: MPI.Comm, code: int) -> NoReturn:
     """End all ranks with this exit code, from any thread and without the help of the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(SECONDS_TO_BE_HEARD)
     comm.Abort(code)
     os._exit(code)  # MPICH's Abort may return
 
