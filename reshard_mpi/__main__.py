@@ -82,7 +82,11 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
             )
         _leave_after_rank_0(launch)
         return BUG
+    from reshard_mpi.mpi.stall import end_job, watch
+
     comm = MPI.COMM_WORLD
+    if options.stall_timeout:
+        watch(comm, options.stall_timeout)
     try:
         check_world(comm.size, launch, " ".join(MPI.Get_library_version().split("\n")[0].split())[:40])
         from reshard_mpi.commands import run_together
@@ -100,11 +104,7 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
             sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
         else:
             tell(told)
-        code = told.exit_code if told else BUG
-        sys.stdout.flush()
-        sys.stderr.flush()
-        comm.Abort(code)
-        os._exit(code)  # MPICH's Abort may return
+        end_job(comm, told.exit_code if told else BUG)
 
 
 if __name__ == "__main__":

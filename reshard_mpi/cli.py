@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "stopped by a signal.",
     )
     parser.add_argument("--version", action="version", version=f"reshard_mpi {__version__}")
+    parser.set_defaults(stall_timeout=None)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     _add_reshard(commands.add_parser("reshard", help="write SOURCE in another topology to OUT"))
     _add_plan(commands.add_parser("plan", help="say what reshard would do, from headers alone"))
@@ -133,10 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("b", type=Path, metavar="B")
     compare.add_argument("--json", action="store_true", help="print JSON")
     _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
-    for command in commands.choices.values():
+    for name, command in commands.choices.items():
         command.add_argument(
             "--progress", choices=("auto", "plain", "bar", "off"), default="auto", help="on stderr (default auto)"
         )
+        if name in USES_ALL_RANKS:
+            command.add_argument(
+                "--stall-timeout",
+                type=_seconds,
+                metavar="SECONDS",
+                help="end the job when a read, a write or the like takes longer (default: wait for ever)",
+            )
     return parser
 
 

@@ -72,9 +72,12 @@ class Interrupted(ReshardError):
 
 def storage_error(path: object, error: OSError, what: str) -> StorageError:
     """The StorageError that says of `path` what the operating system said while we tried to `what` it."""
-    advice = (
-        "the path and its permissions" if what in ("open", "read", "look at") else "its permissions and the free space"
-    )
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        advice = "how many files may be open (ulimit -n)"
+    elif what in ("open", "read", "look at"):
+        advice = "the path and its permissions"
+    else:
+        advice = "its permissions and the free space"
     return StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
 
 

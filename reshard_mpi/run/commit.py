@@ -8,13 +8,16 @@ import os
 import shutil
 import stat
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError, storage_error
+from reshard_mpi.report import warn
 from reshard_mpi.run.journal import JOURNAL, Durable, Journal
 from reshard_mpi.run.lock import LOCK, lock_alone, share
 from reshard_mpi.storage.files import sync_folder
+from reshard_mpi.storage.touching import touching
 
 OURS = {JOURNAL, f"{JOURNAL}.new", LOCK}
 REPLACEABLE = (CASE_FILE, "model.safetensors", "model.safetensors.index.json")  # one of them: a checkpoint
@@ -131,15 +134,14 @@ class PartialFolder:
     def note(self, durable: Durable) -> None:
         """Return when it is on the storage that this is durable."""
         assert self._journal is not None
-        try:
+        with touching("write", self._journal.path):
             self._journal.note(durable)
-        except OSError as error:
-            raise storage_error(self._journal.path, error, "write") from error
 
     def fail(self, why: str) -> None:
-        """Note that what is here must not be continued."""
+        """Note that what is here must not be continued; where it can't be noted, the next run finds out again."""
         assert self._journal is not None
-        self._journal.fail(why)
+        with suppress(OSError):
+            self._journal.fail(why)
 
     def check_space(self, nbytes: int) -> None:
         """StorageError when there is no room for `nbytes`, those included that are there already."""
@@ -153,18 +155,31 @@ class PartialFolder:
         """Make OUT of it: all names durable, then one rename."""
         try:
             sync_folder(self.path)
-            if os.path.lexists(self.out):
-                replaced = _exchange(self.path, self.out)
-                shutil.rmtree(replaced, ignore_errors=True)
-            else:
-                os.rename(self.path, self.out)
-            for name in (JOURNAL, LOCK):
-                (self.out / name).unlink()
-            sync_folder(self.out.parent)
-        except OSError as error:
-            raise storage_error(self.out, error, "put the finished folder at") from error
+            replaced = self._rename()
+            try:
+                self._settle()
+            except StorageError as error:
+                message = f"{error.message}; {self.out} is whole, but may be gone again if the machine fails now"
+                raise StorageError(error.where, message) from error
         finally:
             self.close()
+        if replaced is not None:
+            _remove(replaced)
+
+    def _rename(self) -> Path | None:
+        """Where the folder is now that was called OUT before."""
+        with touching("put the finished folder at", self.out):
+            if os.path.lexists(self.out):
+                return _exchange(self.path, self.out)
+            os.rename(self.path, self.out)
+            return None
+
+    def _settle(self) -> None:
+        """What is left to do once OUT is there."""
+        with touching("tidy", self.out):
+            for name in (JOURNAL, LOCK):
+                (self.out / name).unlink()
+        sync_folder(self.out.parent)
 
 
 def _exchange(new: Path, old: Path) -> Path:
@@ -176,5 +191,16 @@ def _exchange(new: Path, old: Path) -> Path:
         return new
     aside = old.with_name(f"{old.name}.replaced-{os.getpid()}")  # the file system can't exchange
     os.rename(old, aside)
-    os.rename(new, old)
+    try:
+        os.rename(new, old)
+    except OSError:
+        os.rename(aside, old)
+        raise
     return aside
+
+
+def _remove(replaced: Path) -> None:
+    """Remove the folder that was OUT, as far as that can be: the job is done anyway."""
+    shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(replaced):
+        warn([f"{replaced}: what OUT was before can't be removed; look at its permissions, and remove it"])

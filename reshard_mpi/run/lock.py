@@ -9,7 +9,8 @@ import os
 import time
 from pathlib import Path
 
-from reshard_mpi.errors import UsageError, storage_error
+from reshard_mpi.errors import UsageError
+from reshard_mpi.storage.touching import touching
 
 LOCK = "lock"
 PATIENCE_S = 60.0  # with ranks of the same Slurm job that are about to end
@@ -57,13 +58,12 @@ class SharedLock:
     """The lock of OUT.partial, held by a rank beside the others; UsageError when another job has got it."""
 
     def __init__(self, partial: Path):
-        try:
+        with touching("lock", partial, LOCK):
             self._lock = os.open(partial / LOCK, os.O_RDWR | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(str(partial), "another job has begun to write it; wait for it, or end it") from error
-        except OSError as error:
-            raise storage_error(partial / LOCK, error, "lock") from error
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(str(partial), "another job has begun to write it; wait for it, or end it") from error
 
     def __enter__(self) -> "SharedLock":
         return self

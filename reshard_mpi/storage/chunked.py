@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard_mpi.errors import InputError, ReshardError, StorageError, storage_error
+from reshard_mpi.errors import InputError, ReshardError, StorageError
 from reshard_mpi.storage.shown import ReadSpan
+from reshard_mpi.storage.touching import touching
 
 if TYPE_CHECKING:
     import h5py
@@ -221,10 +222,8 @@ def read_descriptor(fd: int, where: str) -> ReadSpan:
     def read(offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
-            try:
+            with touching("read", Path(where)):
                 count = os.preadv(fd, [into[done:]], offset + done)
-            except OSError as error:
-                raise storage_error(Path(where), error, "read") from error
             if not count:
                 raise StorageError(where, f"ends at byte {offset + done}; it changed while it was read")
             done += count

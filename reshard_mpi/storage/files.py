@@ -12,11 +12,13 @@ import stat
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import InputError, StorageError, UsageError, storage_error
+from reshard_mpi.errors import InputError, StorageError, UsageError
 from reshard_mpi.storage.shown import OpenArray, ShownArray
+from reshard_mpi.storage.touching import touching
 
 NFS_SUPER_MAGIC = 0x6969
 COPY_NBYTES = 1 << 20  # of the buffer for bytes that are only hashed or copied
@@ -37,7 +39,7 @@ class Files:
         self._shown: dict[str, dict[int, ShownArray]] = {}  # name -> begin -> array
         self._begins: dict[str, list[int]] = {}  # the same, sorted
         self._held: tuple[str, int, OpenArray] | None = None
-        self._most = max(4, min(256, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._most = max(1, min(256, _nfree_descriptors() // 4))  # a job has three of us at a time
 
     def descriptor(self, name: str) -> int:
         """An open descriptor of the regular file `name`, valid until the next call."""
@@ -45,7 +47,9 @@ class Files:
             self._open.move_to_end(name)
             return self._open[name]
         if len(self._open) >= self._most:
-            os.close(self._open.popitem(last=False)[1])
+            oldest, fd = self._open.popitem(last=False)
+            with touching("close", self.folder, oldest):  # NFS may tell only now that a write has failed
+                os.close(fd)
         self._open[name] = fd = open_regular(self.folder, name, self._flags)
         return fd
 
@@ -93,10 +97,8 @@ class Files:
     def _read_span(self, name: str, offset: int, into: memoryview) -> None:
         fd, done = self.descriptor(name), 0
         while done < len(into):
-            try:
+            with touching("read", self.folder, name):
                 count = os.preadv(fd, [into[done:]], offset + done)
-            except OSError as error:
-                raise storage_error(self.folder / name, error, "read") from error
             if not count:
                 raise StorageError(
                     str(self.folder / name),
@@ -108,22 +110,16 @@ class Files:
         """Write all of `data` to `name` at `offset`."""
         fd, done = self.descriptor(name), 0
         while done < len(data):
-            try:
+            with touching("write", self.folder, name):
                 done += os.pwrite(fd, data[done:], offset + done)
-            except OSError as error:
-                raise storage_error(self.folder / name, error, "write") from error
 
     def copy(self, source: "Files", from_name: str, from_offset: int, name: str, offset: int, nbytes: int) -> None:
         """Copy bytes of a source's file to `name`, within the kernel where it can; some file systems share the blocks."""
         done = 0
         while done < nbytes and source._shown_at(from_name, from_offset) is None:
             from_fd, fd = source.descriptor(from_name), self.descriptor(name)
-            try:
-                count = os.copy_file_range(from_fd, fd, nbytes - done, from_offset + done, offset + done)
-            except OSError as error:
-                if error.errno not in CANNOT_COPY:
-                    raise storage_error(self.folder / name, error, "write") from error
-                count = 0
+            with touching("write", self.folder, name):
+                count = _copied(from_fd, fd, nbytes - done, from_offset + done, offset + done)
             if not count:  # also what some file systems return when they can't
                 break
             done += count
@@ -136,15 +132,14 @@ class Files:
 
     def sync(self, name: str) -> None:
         """Return when the bytes of `name` are on the storage."""
-        try:
+        with touching("sync", self.folder, name):
             os.fsync(self.descriptor(name))
-        except OSError as error:
-            raise storage_error(self.folder / name, error, "sync") from error
 
     def close(self) -> None:
         self._drop_held()
         while self._open:
-            os.close(self._open.popitem()[1])
+            with suppress(OSError):  # of what was written and must last, the sync has told
+                os.close(self._open.popitem()[1])
 
     def __enter__(self) -> "Files":
         return self
@@ -153,27 +148,40 @@ class Files:
         self.close()
 
 
+def _nfree_descriptors() -> int:
+    """How many more files this process may open: MPI libraries have many open, which nobody knows."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+
+
 def open_regular(folder: Path, name: str, flags: int) -> int:
     """A descriptor of the regular file `folder/name`; the caller closes it."""
     path = folder / name
-    try:
+    with touching("open", folder, name):
         fd = os.open(path, flags)
-    except OSError as error:
-        raise storage_error(path, error, "open") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InputError(str(path), "is no regular file; expected a file that holds a shard")
-        if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
-            raise InputError(str(path), "is a link out of the case folder; expected the file itself")
-    except BaseException:
-        os.close(fd)
-        raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise InputError(str(path), "is no regular file; expected a file that holds a shard")
+            if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+                raise InputError(str(path), "is a link out of the case folder; expected the file itself")
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
+
+
+def _copied(from_fd: int, fd: int, nbytes: int, from_offset: int, offset: int) -> int:
+    """How many bytes the kernel has copied; 0 where it can't."""
+    try:
+        return os.copy_file_range(from_fd, fd, nbytes, from_offset, offset)
+    except OSError as error:
+        if error.errno in CANNOT_COPY:
+            return 0
+        raise
 
 
 def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
     """A new file of `nbytes` bytes that begins with `head`; space for all of it is taken now, so that none lacks later."""
-    try:
+    with touching(f"write {nbytes} bytes to", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             _allocate(fd, nbytes)
@@ -182,17 +190,14 @@ def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
                 done += os.pwrite(fd, memoryview(head)[done:], done)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise storage_error(path, error, f"write {nbytes} bytes to") from error
 
 
 def check_file(folder: Path, name: str, nbytes: int, head: bytes | bytearray) -> None:
     """UsageError unless the file is what `create_file` made of it: as long, and with the same beginning."""
     fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        is_same = os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
-    except OSError as error:
-        raise storage_error(folder / name, error, "read") from error
+        with touching("read", folder, name):
+            is_same = os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
     finally:
         os.close(fd)
     if not is_same:
@@ -219,10 +224,8 @@ def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Length and time of the last change (ns) of each of these files: what changes when a file does."""
     found = {}
     for name in names:
-        try:
+        with touching("look at", folder, name):
             status = os.stat(folder / name)
-        except OSError as error:
-            raise storage_error(folder / name, error, "look at") from error
         found[name] = [status.st_size, status.st_mtime_ns]
     return found
 
@@ -238,11 +241,9 @@ def is_on_nfs(path: Path) -> bool:
 
 def sync_folder(path: Path) -> None:
     """Return when the names in the folder `path` are on the storage."""
-    try:
+    with touching("sync", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        raise storage_error(path, error, "sync") from error

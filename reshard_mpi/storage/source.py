@@ -19,11 +19,11 @@ from reshard_mpi.errors import (
     UsageError,
     names,
     raise_first,
-    storage_error,
 )
 from reshard_mpi.storage.entries import Entry, left_out
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header
+from reshard_mpi.storage.touching import touching
 
 LARGEST_MANIFEST = 1 << 30  # bytes of case.json
 DIGEST_OF_NOTHING = "sha256:e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -85,10 +85,8 @@ def read_text(folder: Path, name: str, most: int) -> bytes:
         size = os.fstat(fd).st_size
         if size > most:
             raise InputError(str(folder / name), f"has {size} bytes; expected at most {most}")
-        try:
+        with touching("read", folder, name):
             return file.read()
-        except OSError as error:
-            raise StorageError(str(folder / name), f"can't be read: {error.strerror}") from error
 
 
 @contextmanager
@@ -108,10 +106,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 def open_source(folder: Path) -> Source:
     """The case in `folder`, its manifest read and checked; faults are in `findings`. Errors only when nothing can be read."""
-    try:
+    with touching("open", folder):
         is_there, is_folder, has_manifest = folder.exists(), folder.is_dir(), (folder / CASE_FILE).exists()
-    except OSError as error:
-        raise storage_error(folder, error, "open") from error
     if not is_there:
         raise StorageError(str(folder), "no such folder; give the folder that holds case.json")
     if not is_folder:
@@ -179,7 +175,8 @@ def read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, dict[str
         try:
             fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                headers[name] = _reader_of(name)(fd, str(folder / name))
+                with touching("read", folder, name):
+                    headers[name] = _reader_of(name)(fd, str(folder / name))
             finally:
                 os.close(fd)
         except ReshardError as fault:

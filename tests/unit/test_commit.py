@@ -374,6 +374,54 @@ def test_a_rename_that_fails_is_a_storage_error_and_leaves_what_was_written(out,
     assert (partial.path / CASE_FILE).exists()
 
 
+def test_an_out_that_can_not_be_replaced_is_there_as_it_was(out, monkeypatch):
+    """On a file system that can't exchange two folders: the old one has been put aside already."""
+    monkeypatch.setattr(commit, "_RENAME_EXCHANGE", 1 << 20)
+    a_case(out)
+    partial = begin(out)
+    rename = os.rename
+
+    def fails(old, new):
+        if old == partial.path:
+            raise OSError(5, "Input/output error")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(StorageError, match="put the finished folder at"):
+        finish(partial)
+    assert (out / "rank-00000.safetensors").read_bytes() == b"old"
+    assert {entry.name for entry in out.parent.iterdir()} == {"out", "out.partial"}
+
+
+def test_a_case_that_is_replaced_and_can_not_be_removed_is_named(out, monkeypatch, capsys):
+    a_case(out)
+    partial = begin(out)
+    monkeypatch.setattr(os, "rmdir", refused)
+    finish(partial)
+    assert json.loads((out / CASE_FILE).read_text()) == {"new": 1}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"reshard_mpi: warning: {partial.path}: ") and "remove it" in line
+
+
+def test_once_out_is_there_an_error_says_that_it_is_whole(out, monkeypatch):
+    partial = begin(out)
+    (partial.path / CASE_FILE).write_text("{}")
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(StorageError, match="can't tidy: .* is whole"):
+        partial.commit()
+    assert (out / CASE_FILE).exists()
+
+
+def test_that_a_digest_did_not_hold_is_told_also_where_it_can_not_be_noted(out, monkeypatch):
+    partial = begin(out)
+    monkeypatch.setattr(os, "write", refused)
+    partial.fail("array 'w' has another digest")
+
+
+def refused(*_arguments, **_options):
+    raise OSError(28, "No space left on device")
+
+
 def test_after_a_commit_another_job_may_have_the_name(out):
     finish(begin(out))
     begin(out, OTHER)

@@ -106,6 +106,7 @@ def test_an_error_of_the_operating_system_is_told_with_its_path_and_reason():
     assert isinstance(error, StorageError)
     assert "a/b: can't write: No space left on device" in str(error)
     assert "strange" in str(storage_error("a", OSError("strange"), "read"))
+    assert "ulimit -n" in str(storage_error("a", OSError(errno.EMFILE, "Too many open files"), "open"))
 
 
 def test_errors_can_travel_between_ranks():

@@ -82,6 +82,26 @@ def test_a_disk_that_is_full_while_writing_is_a_storage_error(folder, monkeypatc
         files.write("a", 0, memoryview(b"x"))
 
 
+def test_a_write_that_is_told_to_have_failed_when_the_file_is_closed_is_an_error_while_it_matters(folder, monkeypatch):
+    """As NFS does. At the end nothing is to be said: what must last has been synced."""
+    (folder / "b").write_bytes(b"x")
+    plain = os.close
+
+    def fails(fd):
+        plain(fd)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Files(folder) as files:
+        monkeypatch.setattr(files, "_most", 1)
+        monkeypatch.setattr(os, "close", fails)
+        files.descriptor("a")
+        with pytest.raises(StorageError, match="case/a: can't close: Input/output error"):
+            files.descriptor("b")
+        monkeypatch.setattr(os, "close", plain)
+        files.descriptor("b")
+        monkeypatch.setattr(os, "close", fails)
+
+
 def test_a_source_can_not_be_written_to(folder):
     with Files(folder) as files, pytest.raises(StorageError, match="can't write"):
         files.write("a", 0, memoryview(b"x"))
