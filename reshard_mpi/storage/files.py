@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import InputError, StorageError, UsageError, storage_error
+from reshard_mpi.storage.known import Known, Stamp, opened_as_known
 from reshard_mpi.storage.shown import OpenArray, ShownArray
 
 NFS_SUPER_MAGIC = 0x6969
@@ -27,11 +28,12 @@ CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 class Files:
     """Files of one folder, opened when needed; only so many are open at a time.
 
-    flags: `os.O_RDONLY` for a source, `os.O_RDWR` for a target that exists already. One thread at a time.
+    flags: `os.O_RDONLY` for a source, `os.O_RDWR` for a target that exists already. `known`: what is awaited,
+    and compared, as it is opened. One thread at a time.
     """
 
-    def __init__(self, folder: Path, flags: int = os.O_RDONLY):
-        self.folder = folder
+    def __init__(self, folder: Path, flags: int = os.O_RDONLY, known: Known | None = None):
+        self.folder, self._known = folder, known or {}
         self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not hang us
         self._open: OrderedDict[str, int] = OrderedDict()
         self._shown: dict[str, dict[int, ShownArray]] = {}  # name -> begin -> array
@@ -46,7 +48,7 @@ class Files:
             return self._open[name]
         if len(self._open) >= self._most:
             os.close(self._open.popitem(last=False)[1])
-        self._open[name] = fd = open_regular(self.folder, name, self._flags)
+        self._open[name] = fd = open_known(self.folder, name, self._flags, self._known)
         return fd
 
     def show(self, name: str, arrays: Iterable[ShownArray]) -> None:
@@ -153,9 +155,17 @@ class Files:
         self.close()
 
 
+def open_known(folder: Path, name: str, flags: int, known: Known) -> int:
+    """A descriptor of the regular file `folder/name`, which is waited for if it is known; the caller closes it."""
+    if name not in known:
+        return open_regular(folder, name, flags)
+    return opened_as_known(folder / name, known[name], partial(open_regular, folder, name, flags))
+
+
 def open_regular(folder: Path, name: str, flags: int) -> int:
-    """A descriptor of the regular file `folder/name`; the caller closes it."""
+    """A descriptor of the regular file `folder/name`, or of `name` if that is an absolute path; the caller closes it."""
     path = folder / name
+    folder = path.parent if os.path.isabs(name) else folder
     try:
         fd = os.open(path, flags)
     except OSError as error:
@@ -215,15 +225,14 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)  # a file system that can't allocate ahead
 
 
-def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Length and time of the last change (ns) of each of these files: what changes when a file does."""
+def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
+    """The stamp of each of these files: what changes when a file does."""
     found = {}
     for name in names:
         try:
-            status = os.stat(folder / name)
+            found[name] = Stamp.of(os.stat(folder / name))
         except OSError as error:
             raise storage_error(folder / name, error, "look at") from error
-        found[name] = [status.st_size, status.st_mtime_ns]
     return found
 
 
