@@ -97,7 +97,7 @@ def _read(told: Sequence[str], compared: Sequence[str]) -> _Read:
 
 
 def _put_together(paths: Sequence[str], sights: Sequence[Sight], all_read: Sequence[_Read]) -> PerNode:
-    found = PerNode(faults=[fault for read in all_read for fault in read.faults])
+    found = PerNode()
     hosts = names(sorted({sight.host for sight in sights}))
     for number, path in enumerate(paths):
         readers = tuple(rank for rank, sight in enumerate(sights) if path in sight.stamps)
@@ -113,6 +113,7 @@ def _put_together(paths: Sequence[str], sights: Sequence[Sight], all_read: Seque
         headers = {sights[rank].host: read.digests[path] for rank, read in enumerate(all_read) if path in read.digests}
         found.faults += [fault for fault in (_unlike(path, sizes) or _unlike(path, headers),) if fault]
         found.headers |= [(path, read.headers[path]) for read in all_read if path in read.headers]
+    found.faults += [fault for read in all_read for fault in read.faults]
     return found
 
 
