@@ -1,6 +1,7 @@
 """Ranks on two hosts, which don't see the same files: shards on the nodes, and what is told when a host sees less or other."""
 
 import filecmp
+import json
 import os
 import shutil
 import time
@@ -53,6 +54,10 @@ def case(hosts, sample, tmp_path):
 def shards(hosts: Hosts, number: int) -> Path:
     """The folder of shards on a host's own disk, as it can be reached from outside."""
     return hosts.disk(number) / "ckpt"
+
+
+# What a host doesn't see won't come: not to be waited for as long as on a network file system.
+HASTY = AT + "from reshard_mpi.storage import known\nknown.PATIENCE_S = 0.5\nmain()"
 
 
 def per_node(hosts: Hosts, case: Path, out: Path, *options: str) -> list[object]:
@@ -143,7 +148,7 @@ def test_a_source_that_one_host_does_not_see_is_told_with_who_sees_it(hosts, cas
     for rank in (2, 3):
         shutil.copy(shards(hosts, 1) / SHARD.format(rank=rank), shards(hosts, 0))
         (shards(hosts, 1) / SHARD.format(rank=rank)).unlink()
-    done = hosts.run("reshard", hosts.local / "ckpt", tmp_path / "out", "--target", "tp=4")
+    done = hosts.run_python("-c", HASTY, "reshard", hosts.local / "ckpt", tmp_path / "out", "--target", "tp=4")
     words = [SHARD.format(rank=2), "rank 2 on host host-1 does not see it, which rank 0 on host host-0 does"]
     assert_refused(done, 5, *words, out=tmp_path / "out")
 
@@ -156,14 +161,16 @@ def test_files_that_differ_between_hosts_are_refused_also_without_digests(hosts,
         shutil.copy2(here / SHARD.format(rank=rank), there)
     other = shards(hosts, 1) / SHARD.format(rank=3)
     os.utime(other, (other.stat().st_atime, other.stat().st_mtime - 60))
-    done = hosts.run("reshard", hosts.local / "ckpt", tmp_path / "out", "--target", "tp=4", "--verify", "none")
+    done = hosts.run_python(
+        "-c", HASTY, "reshard", hosts.local / "ckpt", tmp_path / "out", "--target", "tp=4", "--verify", "none"
+    )
     words = [SHARD.format(rank=3), "on host host-1", "hosts see different files"]
     assert_refused(done, 5, *words, out=tmp_path / "out")
 
 
 def test_an_out_that_one_host_does_not_see_is_told_with_who_sees_it(hosts, case):
     out = hosts.local / "out"
-    done = hosts.run(*per_node(hosts, case, out))
+    done = hosts.run_python("-c", HASTY, *per_node(hosts, case, out))
     words = [f"{out}.partial", "rank 2 on host host-1 does not see it, which rank 0 on host host-0 does"]
     assert_refused(done, 5, *words)
     assert not (hosts.disk(0) / "out").exists()
@@ -175,9 +182,23 @@ def test_another_folder_that_a_host_sees_in_place_of_out_is_not_written_to(hosts
     left = hosts.disk(1) / "out.partial"
     left.mkdir()
     (left / "lock").write_text("host host-1, pid 1, job none\n")
-    done = hosts.run(*per_node(hosts, case, hosts.local / "out"))
+    done = hosts.run_python("-c", HASTY, *per_node(hosts, case, hosts.local / "out"))
     assert_refused(done, 5, f"{hosts.local}/out.partial", "on host host-1", "not the folder that rank 0 has made")
     assert [path.name for path in left.iterdir()] == ["lock"]
+
+
+def test_what_must_be_read_as_a_whole_and_lies_on_two_hosts_is_refused(hosts, case, tmp_path):
+    """Tied tensors without digests; the parts of one are on host-0, and on host-1."""
+    shutil.move(shards(hosts, 0) / SHARD.format(rank=1), shards(hosts, 1))
+    manifest = json.loads((case / "case.json").read_text())
+    for fragment in manifest["fragments"]:
+        if fragment["fqn"] in ("lm_head.weight", "model.embed_tokens.weight"):
+            fragment |= {"tie_group_id": "tied", "fragment_digest": None}
+    manifest["expected_manifest_digest"] = None
+    (case / "case.json").write_text(json.dumps(manifest))
+    done = hosts.run(*per_node(hosts, case, tmp_path / "out"))
+    words = ["model.embed_tokens.weight", "no rank sees all of its shards", SHARD.format(rank=0), SHARD.format(rank=1)]
+    assert_refused(done, 5, *words, out=tmp_path / "out")
 
 
 KILLED = AT + 'at("reshard_mpi.run.move:Reader.read", 3, lambda: os.kill(os.getpid(), 9))\nmain()'
