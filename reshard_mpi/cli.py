@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from reshard_mpi import __version__
 from reshard_mpi.checkpoint.mesh import Mesh, parse_target
+from reshard_mpi.checkpoint.template import shard_template
 from reshard_mpi.checkpoint.wanted import cast_rule, rename_rule
 from reshard_mpi.errors import UsageError, one_line
 
@@ -263,6 +264,12 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
         "--keep-bytes",
         action="store_true",
         help="copy the entries of PyTorch DCP that are no tensors, as they are, into OUT/bytes",
+    )
+    parser.add_argument(
+        "--source-template",
+        type=shard_template,
+        metavar="PATH",
+        help="where nodes keep the shards of source ranks, like /local/ckpt/rank-{rank:05d}.safetensors; SOURCE holds case.json",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where a job left OUT.partial")

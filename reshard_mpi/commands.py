@@ -91,6 +91,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         most_file_nbytes=options.max_shard_size,
         assets=options.hf_assets,
         keep_bytes=options.keep_bytes,
+        source_template=options.source_template,
         overwrite=options.overwrite,
         restart=options.restart,
         progress=options.progress,

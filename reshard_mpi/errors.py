@@ -24,6 +24,7 @@ class ReshardError(Exception):
     """Base class. `where` is a file, tensor or option; the message says what was found, what was expected, what to do."""
 
     exit_code = 70
+    host = ""  # where it was found, if that matters
 
     def __init__(self, where: str, message: str):
         super().__init__(where, message)
@@ -53,9 +54,18 @@ class IntegrityError(ReshardError):
 
 
 class StorageError(ReshardError):
-    """A file is missing, unreadable, or can't be written."""
+    """A file is missing, unreadable, or can't be written.
+
+    `is_missing`: this host doesn't see it. `may_come`: it may yet be as it should be, for hosts see late what others do.
+    """
 
     exit_code = 5
+    is_missing = False
+    may_come = False
+
+    def __init__(self, where: str, message: str):
+        super().__init__(where, message)
+        self.host = os.uname().nodename
 
 
 class PlanningError(ReshardError):
@@ -78,7 +88,15 @@ def storage_error(path: object, error: OSError, what: str) -> StorageError:
         advice = "the path and its permissions"
     else:
         advice = "its permissions and the free space"
-    return StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
+    told = StorageError(str(path), f"can't {what}: {error.strerror or error}; check {advice}")
+    told.is_missing = error.errno == errno.ENOENT
+    told.may_come = may_come(error)
+    return told
+
+
+def may_come(error: OSError | StorageError) -> bool:
+    """May what is said of a file be about to change, because hosts see late what others do?"""
+    return error.may_come if isinstance(error, StorageError) else error.errno in (errno.ENOENT, errno.ESTALE)
 
 
 def _lack_of_memory(error: BaseException) -> PlanningError | None:

@@ -1,6 +1,7 @@
 """Digests of whole tensors, boxes and arrays, computed by all ranks together; and what follows from comparing them."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -9,11 +10,12 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
-from reshard_mpi.errors import IntegrityError, ReshardError, expected_error
+from reshard_mpi.errors import IntegrityError, ReshardError, StorageError, expected_error, names
 from reshard_mpi.mpi.comm import ROOT, agreed
-from reshard_mpi.plan.shares import deal_to_least
+from reshard_mpi.plan.shares import deal_among, deal_to_least
 from reshard_mpi.report import Progress
 from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.known import Known
 
 if TYPE_CHECKING:
     from reshard_mpi.storage.source import Source
@@ -23,16 +25,25 @@ R = TypeVar("R")
 
 
 def deal(
-    comm: MPI.Comm, tasks: Sequence[T] | None, nbytes: Callable[[T], int], do: Callable[[T], R], progress: str = "off"
+    comm: MPI.Comm,
+    tasks: Sequence[T] | None,
+    nbytes: Callable[[T], int],
+    do: Callable[[T], R],
+    progress: str = "off",
+    ranks_of: Callable[[T], Collection[int]] | None = None,
 ) -> list[R | ReshardError]:
     """Collective: rank 0's tasks done by all ranks, the largest first to whoever has least; results, in order, on rank 0.
 
     What can be expected to go wrong with a task is its result.
-    `progress` is the style in which rank 0 shows how far it is with its own share.
+    `progress` is the style in which rank 0 shows how far it is with its own share. `ranks_of`: who can do a task, if not all can.
     """
     shares: list[list[tuple[int, T, int]]] = [[] for _ in range(comm.size)]
     costs = [_cost(task, nbytes) for task in tasks or ()]
-    for number, rank in enumerate(deal_to_least(np.array(costs, np.int64), comm.size).tolist()):
+    if ranks_of is None:
+        dealt = deal_to_least(np.array(costs, np.int64), comm.size)
+    else:
+        dealt = deal_among(np.array(costs, np.int64), [ranks_of(task) for task in tasks or ()], comm.size)
+    for number, rank in enumerate(dealt.tolist()):
         shares[rank].append((number, (tasks or ())[number], costs[number]))
     mine = comm.scatter(shares if comm.rank == ROOT else None, root=ROOT)
     done: list[tuple[int, R | ReshardError]] = []
@@ -65,17 +76,45 @@ def _cost(task: T, nbytes: Callable[[T], int]) -> int:
         return 1
 
 
+@dataclass(frozen=True)
+class Shelf:
+    """The folder of some files, and what rank 0 knows of them: what they are like, and which ranks see them, if not all do."""
+
+    folder: Path
+    known: Known = field(default_factory=dict)
+    readers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def readers_of(self, tensor: WholeTensor) -> set[int]:
+        """The ranks that see all files of the tensor."""
+        return set.intersection(*(set(self.readers[file]) for file in tensor.files)) if tensor.files else {ROOT}
+
+
 def digests_of(
-    comm: MPI.Comm, folder: Path, tensors: Sequence[WholeTensor] | None, progress: str = "off"
+    comm: MPI.Comm, shelf: Shelf, tensors: Sequence[WholeTensor] | None, progress: str = "off"
 ) -> list[str | ReshardError]:
     """Collective: the SHA-256 of each of rank 0's tensors, on rank 0; where one couldn't be read, its error."""
-    with Files(folder) as files:
-        return deal(comm, tensors, lambda tensor: tensor.nbytes, lambda tensor: tensor.digest(files), progress)
+    unseen = {tensor for tensor in tensors or () if shelf.readers and not shelf.readers_of(tensor)}
+    with Files(shelf.folder, known=comm.bcast(shelf.known, root=ROOT)) as files:
+        digests = deal(
+            comm,
+            [tensor for tensor in tensors or () if tensor not in unseen],
+            lambda tensor: tensor.nbytes,
+            lambda tensor: tensor.digest(files),
+            progress,
+            shelf.readers_of if shelf.readers else None,
+        )
+    results = iter(digests)
+    return [_unseen(tensor) if tensor in unseen else next(results) for tensor in tensors or ()]
 
 
-def check_digests(comm: MPI.Comm, folder: Path, expected: Mapping[WholeTensor, str] | None) -> list[ReshardError]:
+def _unseen(tensor: WholeTensor) -> StorageError:
+    message = f"must be read as a whole, and no rank sees all of its shards: {names(sorted(set(tensor.files)))}"
+    return StorageError(tensor.label, f"{message}; put them where all nodes see them")
+
+
+def check_digests(comm: MPI.Comm, shelf: Shelf, expected: Mapping[WholeTensor, str] | None) -> list[ReshardError]:
     """Collective: faults of rank 0's tensors that don't have the SHA-256 expected of them, on rank 0."""
-    found = digests_of(comm, folder, list(expected or ()))
+    found = digests_of(comm, shelf, list(expected or ()))
     faults: list[ReshardError] = []
     for (tensor, digest), result in zip((expected or {}).items(), found, strict=True):
         if isinstance(result, ReshardError):
@@ -84,15 +123,15 @@ def check_digests(comm: MPI.Comm, folder: Path, expected: Mapping[WholeTensor, s
             message = (
                 f"{tensor.label} has digest {result}, expected {digest}; its bytes have changed since it was saved"
             )
-            faults.append(IntegrityError(str(folder), f"{message}: get it anew"))
+            faults.append(IntegrityError(str(shelf.folder), f"{message}: get it anew"))
     return faults
 
 
 def check_equal(
-    comm: MPI.Comm, folder: Path, groups: Sequence[tuple[str, Sequence[WholeTensor]]] | None
+    comm: MPI.Comm, shelf: Shelf, groups: Sequence[tuple[str, Sequence[WholeTensor]]] | None
 ) -> list[ReshardError]:
     """Collective: faults of rank 0's groups of things that must be equal, on rank 0."""
-    found = digests_of(comm, folder, [member for _, members in groups or () for member in members])
+    found = digests_of(comm, shelf, [member for _, members in groups or () for member in members])
     faults: list[ReshardError] = [result for result in found if isinstance(result, ReshardError)]
     results = iter(found)
     for what, members in groups or ():

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from reshard_mpi.check.audit import check_equal, deal, equal_groups
+from reshard_mpi.check.audit import Shelf, check_equal, deal, equal_groups
 from reshard_mpi.check.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
@@ -50,7 +50,7 @@ def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> di
         (b, b_folder),
     ):  # else one member would stand for a tensor that has no one value
         groups = equal_groups(source, by_tensor(source.case.fragments)) if source else None
-        raise_together(comm, first_to_tell(check_equal(comm, folder, groups)))
+        raise_together(comm, first_to_tell(check_equal(comm, Shelf(folder, source.stamps if source else {}), groups)))
     differences, tasks = on_root(comm, lambda: _metadata_differences(a, b) if a and b else ([], [])) or ([], [])
     with Files(a_folder) as a_files, Files(b_folder) as b_files:
         found = deal(

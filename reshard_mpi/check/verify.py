@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.check.audit import check_equal, digests_of, equal_groups
+from reshard_mpi.check.audit import Shelf, check_equal, digests_of, equal_groups
 from reshard_mpi.check.oracles import oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
@@ -39,7 +39,7 @@ def verify(comm: MPI.Comm, folder: Path, progress: str) -> Verdict | None:
     )
     _verify_arrays(comm, folder, source, verdict, progress)
     whole = _whole_tensors(source) if source else {}
-    verdict.faults += check_equal(comm, folder, equal_groups(source, whole) if source else None)
+    verdict.faults += check_equal(comm, _shelf(folder, source), equal_groups(source, whole) if source else None)
     _verify_oracles(comm, folder, source, whole, verdict)
     return on_root(comm, lambda: verdict)
 
@@ -58,6 +58,10 @@ def _whole_tensors(source: Source) -> dict[str, list[Fragment]]:
     }
 
 
+def _shelf(folder: Path, source: Source | None) -> Shelf:
+    return Shelf(folder, source.stamps if source else {})
+
+
 def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict, progress: str) -> None:
     stored: dict[WholeTensor, list[Fragment]] = {}
     for fragment in source.case.fragments if source else ():
@@ -67,7 +71,9 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
             algorithm = algorithm_of(fragment.fragment_digest) or "crc32"
             whole = whole_array(fragment.payload_file, fragment.payload_key, array, algorithm)
             stored.setdefault(whole, []).append(fragment)
-    for fragments, found in zip(stored.values(), digests_of(comm, folder, list(stored), progress), strict=True):
+    for fragments, found in zip(
+        stored.values(), digests_of(comm, _shelf(folder, source), list(stored), progress), strict=True
+    ):
         if isinstance(found, ReshardError):
             verdict.faults.append(found)
             continue
@@ -91,7 +97,7 @@ def _verify_oracles(
         if source and oracle.logical_tensor_id in whole
     ]
     verdict.faults += on_root(comm, lambda: oracle_file_faults(folder, source.case) if source else []) or []
-    found = digests_of(comm, folder, [tensor for _, tensor in oracles])
+    found = digests_of(comm, _shelf(folder, source), [tensor for _, tensor in oracles])
     for (oracle, _), digest in zip(oracles, found, strict=True):
         if isinstance(digest, ReshardError):
             verdict.faults.append(digest)

@@ -3,6 +3,7 @@
 An expected error never ends one rank alone. It is caught at an agreement, gathered, and raised on all ranks as one.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.boxes import Ints
-from reshard_mpi.errors import ReshardError, expected_error, raise_first
+from reshard_mpi.errors import ReshardError, expected_error, first_to_tell
+from reshard_mpi.mpi.hosts import on_hosts
 
 T = TypeVar("T")
 ROOT = 0
@@ -32,6 +34,7 @@ class Agreement:
         try:
             yield
         except ReshardError as error:
+            error.host = error.host or os.uname().nodename
             self.error = self.error or error
         except Exception as error:  # of a place where we had no better words for it
             told = expected_error(error)
@@ -61,7 +64,9 @@ def raise_together(comm: MPI.Comm, error: ReshardError | None, asks: bool = Fals
     said, heard = np.array([mine is not None, asks], np.int32), np.empty(2, np.int32)
     await_all(comm.Iallreduce(said, heard, MPI.MAX))
     if heard[0]:
-        raise_first(error for error in comm.allgather(mine) if error is not None)
+        told = first_to_tell(error for error in comm.allgather(mine) if error is not None)
+        assert told is not None
+        raise on_hosts(comm, told)
     return bool(heard[1])
 
 

@@ -16,7 +16,9 @@ from reshard_mpi.errors import StorageError
 from reshard_mpi.storage.touching import Touch, longest_touch
 
 LONGEST_NAP_S = 1.0
-SECONDS_TO_BE_HEARD = 0.2  # by the launcher: Open MPI's mixes what it says of an abort into lines that are still on their way
+SECONDS_TO_BE_HEARD = (
+    0.2  # by the launcher: Open MPI's mixes what it says of an abort into lines that are still on their way
+)
 
 
 def end_job(comm: MPI.Comm, code: int) -> NoReturn:

@@ -15,7 +15,15 @@ from reshard_mpi.plan.earlier import Earlier, Ranges, is_within, joined, with_di
 from reshard_mpi.plan.plan import BUFFERS, NOBODY, ArrayTable, Plan, Rows, Side, buffers
 from reshard_mpi.plan.prefixes import Prefixes, find_prefixes
 from reshard_mpi.plan.schedule import Loads, deal_rounds
-from reshard_mpi.plan.shares import Shares, deal_by_bytes, deal_to_least, equal_shares, shares_of_readers, whole_shares
+from reshard_mpi.plan.shares import (
+    Shares,
+    deal_by_bytes,
+    deal_to_least,
+    deal_to_readers,
+    equal_shares,
+    shares_of_readers,
+    whole_shares,
+)
 from reshard_mpi.plan.slabs import SPARE_NBYTES, Held, Ordered, Slabs, SlabTensors, cut_slabs, slab_begins
 from reshard_mpi.plan.stored import ByteForm, StoredBoxes, stacked
 
@@ -35,12 +43,16 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Resources:
-    """What there is to work with. `writers` is owner (one rank a target file) or shared; `hashing`: digests are wanted."""
+    """What there is to work with. `writers` is owner (one rank a target file) or shared; `hashing`: digests are wanted.
+
+    `readers`: of each source file, the ranks that see it; empty where all ranks see all files.
+    """
 
     nranks: int
     round_nbytes: int
     writers: str
     hashing: bool
+    readers: tuple[tuple[int, ...], ...] = ()
 
 
 def round_nbytes_of(memory_nbytes: int, held_nbytes: int = 0, casting: bool = False) -> int:
@@ -138,13 +150,15 @@ def _with_leading_strides(boxes: Boxes, stride: Ints) -> Ints:
 
 def _read_side(rows: Rows, nshards: int, resources: Resources) -> Side:
     """Who reads what: a rank its own shard, else equal bytes; an array that is hashed is read by one rank."""
-    arrays = rows.arrays
-    if nshards == resources.nranks:
+    arrays, readers = rows.arrays, resources.readers
+    if nshards == resources.nranks and all(rank in ranks for rank, ranks in enumerate(readers)):
         reader = arrays.file
+    elif readers:
+        reader = deal_to_readers(arrays.nbytes, arrays.file, readers)
     else:
         reader = deal_by_bytes(arrays.nbytes, resources.nranks)
     shares = whole_shares(rows.stored, reader[rows.array])
-    if not resources.hashing and nshards != resources.nranks:
+    if not resources.hashing and nshards != resources.nranks and not readers:
         in_file_order = np.lexsort((rows.stored.offset, arrays.file[rows.array]))
         shares = equal_shares(rows.stored, in_file_order, resources.nranks)
     return _side(rows, shares, replace(arrays, hasher=reader))

@@ -206,12 +206,12 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources, earlier: E
     chosen = _choose_sources(source, tensors, shard_of)
     source_keys = sorted(
         {
-            (f.payload_file, _array_of(source, f).begin, f.payload_key)
+            (f.rank, _array_of(source, f).begin, f.payload_file, f.payload_key)
             for fragments in chosen.values()
             for f in fragments
         }
     )
-    source_index = {(file, key): index for index, (file, _, key) in enumerate(source_keys)}
+    source_index = {(file, key): index for index, (_, _, file, key) in enumerate(source_keys)}
     target_rows: defaultdict[str, list[tuple[int, Place]]] = defaultdict(list)
     for index, array in enumerate(outgoing.arrays):
         if 0 not in array.shape:

@@ -9,6 +9,7 @@ contribute are divided between these ranks in proportion:
 """
 
 import heapq
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +41,23 @@ def deal_by_bytes(nbytes: Ints, nranks: int) -> Ints:
     return np.minimum((middles / total * nranks).astype(np.int64), nranks - 1)
 
 
+def deal_to_readers(nbytes: Ints, file: Ints, readers: Sequence[tuple[int, ...]]) -> Ints:
+    """Rank of each item when the items of files that the same ranks see are dealt, in order, in runs of about equal bytes.
+
+    Item i lies in `file[i]`, which the ranks `readers[file[i]]` see.
+
+    >>> deal_to_readers(np.array([5, 5, 10, 7]), np.array([0, 0, 0, 1]), [(2, 3), (0, 1)]).tolist()
+    [2, 2, 3, 1]
+    """
+    rank_of = np.zeros(len(nbytes), np.int64)
+    groups = {ranks: number for number, ranks in enumerate(dict.fromkeys(readers))}
+    group_of = np.array([groups[ranks] for ranks in readers], np.int64)[file]
+    for ranks, number in groups.items():
+        items = np.flatnonzero(group_of == number)
+        rank_of[items] = np.array(ranks, np.int64)[deal_by_bytes(nbytes[items], len(ranks))]
+    return rank_of
+
+
 def deal_to_least(nbytes: Ints, nranks: int, busy: Ints | None = None) -> Ints:
     """Rank of each item when the largest is dealt first, always to the rank with the fewest bytes.
 
@@ -55,6 +73,19 @@ def deal_to_least(nbytes: Ints, nranks: int, busy: Ints | None = None) -> Ints:
         have, rank = load[0]
         rank_of[item] = rank
         heapq.heapreplace(load, (have + int(nbytes[item]), rank))
+    return rank_of
+
+
+def deal_among(nbytes: Ints, ranks_of: Sequence[Collection[int]], nranks: int) -> Ints:
+    """Rank of each item when the largest is dealt first, to whoever of the ranks that may have it has the fewest bytes.
+
+    >>> deal_among(np.array([1, 5, 4]), [(0, 1), (1,), (0, 1)], 2).tolist()
+    [0, 1, 0]
+    """
+    load, rank_of = [0] * nranks, np.zeros(len(nbytes), np.int64)
+    for item in np.argsort(-nbytes, kind="stable").tolist():
+        rank_of[item] = rank = min(ranks_of[item], key=lambda rank: (load[rank], rank))
+        load[rank] += int(nbytes[item])
     return rank_of
 
 

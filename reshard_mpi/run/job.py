@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from reshard_mpi import stop
 from reshard_mpi.checkpoint.mesh import Mesh
+from reshard_mpi.checkpoint.template import ShardTemplate
 from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import IntegrityError, first_to_tell
 from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together
@@ -19,7 +20,7 @@ from reshard_mpi.plan.plan import plan_arrays, plan_from_arrays
 from reshard_mpi.report import Progress
 from reshard_mpi.run.lock import SharedLock
 from reshard_mpi.run.move import Names, move_rounds
-from reshard_mpi.storage.files import check_file, create_file
+from reshard_mpi.storage.files import check_file, create_file, is_on_nfs, sync_folder
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoint.manifest import Case
@@ -49,6 +50,7 @@ class Job:
     most_file_nbytes: int = 5 * 10**9  # of a file of hf
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
     keep_bytes: bool = False  # what of DCP is no tensor
+    source_template: ShardTemplate | None = None  # of shards that lie on the nodes of the ranks
     overwrite: bool = False
     restart: bool = False
     note_seconds: float = 30.0  # between two notes of what is durable
@@ -63,8 +65,9 @@ class Job:
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
     """Collective: carry out the job; its report, on rank 0. A ReshardError is the same on all ranks."""
     started = time.perf_counter()
+    job = replace(job, writers=_writers(comm, job))
     lead = on_root(comm, lambda: _lead(job, comm.size))
-    source = load_together(comm, job.source)
+    source = load_together(comm, job.source, template=job.source_template)
     _on_lead(comm, lead, lambda lead: lead.prepare(source))
     if job.verify != "none":
         _check_equalities(comm, job, lead)
@@ -83,6 +86,16 @@ def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:
         if lead:
             lead.partial.close()
     return lead.report(measured, time.perf_counter() - started) if lead else None
+
+
+def _writers(comm: MPI.Comm, job: Job) -> str:
+    """Collective: who writes. Several writers of one file need a file system whose clients see each other's writes.
+
+    Those of NFS don't; and OUT may be on NFS for one host, and on a disk for the one that serves it.
+    """
+    if job.writers != "auto":
+        return job.writers
+    return "owner" if raise_together(comm, None, is_on_nfs(job.out)) else "shared"
 
 
 def _lead(job: Job, nranks: int) -> "Lead":
@@ -108,9 +121,10 @@ def _check_equalities(comm: MPI.Comm, job: Job, lead: "Lead | None") -> None:
     unread = lead.unread_arrays() if lead and job.verify == "full" else {}
     if not comm.bcast(bool(groups or unread), root=ROOT):
         return
-    from reshard_mpi.check.audit import check_digests, check_equal
+    from reshard_mpi.check.audit import Shelf, check_digests, check_equal
 
-    faults = check_equal(comm, job.source, groups) + check_digests(comm, job.source, unread)
+    shelf = Shelf(job.source, *(lead.seen() if lead else ()))
+    faults = check_equal(comm, shelf, groups) + check_digests(comm, shelf, unread)
     raise_together(comm, first_to_tell(faults))
 
 
@@ -139,7 +153,7 @@ def _locked(comm: MPI.Comm, names: Names) -> Iterator[None]:
     with ExitStack() as held:
         with agreed(comm):
             if comm.rank != ROOT:
-                held.enter_context(SharedLock(names.target_folder))
+                held.enter_context(SharedLock(names.target_folder)).check_holder(names.lock_holder)
         yield
 
 
@@ -155,12 +169,16 @@ def _create_files(comm: MPI.Comm, names: Names, lead: "Lead | None") -> None:
                 check_file(names.target_folder, name, nbytes, head)
             else:
                 create_file(names.target_folder / name, nbytes, head)
+        if mine and not are_there:
+            sync_folder(
+                names.target_folder
+            )  # who has made a file sees to its name: a client's sync may be of its own alone
 
 
 def _verify_target(comm: MPI.Comm, names: Names, lead: "Lead | None", written: "Case | None") -> None:
     """Collective: read back what was written: every array against its digest, every tensor against its oracle."""
-    from reshard_mpi.check.audit import check_digests
+    from reshard_mpi.check.audit import Shelf, check_digests
 
     expected, faults = lead.expected_digests(written) if lead else ({}, [])
-    faults += check_digests(comm, names.target_folder, expected)
+    faults += check_digests(comm, Shelf(names.target_folder, names.target_stamps), expected)
     raise_together(comm, first_to_tell(faults))

@@ -6,6 +6,7 @@ All that reads manifests, lays out tensors and plans is imported from here, and 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,11 +31,13 @@ from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoi
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
 from reshard_mpi.run.commit import PartialFolder, check_paths
 from reshard_mpi.run.journal import Durable
+from reshard_mpi.run.lock import holder
 from reshard_mpi.run.move import Names, News
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
 from reshard_mpi.storage.entries import FOLDER, Entry, check_entries, copy_entries, file_name, left_out
-from reshard_mpi.storage.files import Files, create_file, file_stamps, is_on_nfs
+from reshard_mpi.storage.files import Files, create_file
+from reshard_mpi.storage.known import Known, Stamp
 from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
@@ -62,6 +65,8 @@ class Lead:
         self.job, self.nranks = job, nranks
         round_nbytes_of(job.memory_nbytes)  # too little for any job is told before the source is read
         check_paths(job.source, job.out, job.overwrite)
+        if job.source_template is not None:
+            check_paths(Path(job.source_template.path(0)).parent, job.out, job.overwrite)
         if job.assets is not None and job.format != "hf":
             raise UsageError("--hf-assets", "goes with --format hf; leave it out")
         if job.assets is not None:
@@ -78,7 +83,7 @@ class Lead:
         """Lay out and plan what is to be made of the source."""
         assert source is not None
         source.raise_first()
-        job = self.job
+        job, self._stamps, self._readers = self.job, source.stamps, source.readers
         if job.keep_bytes:
             self._check_entries(source)
         assets = [job.assets] if job.assets else []
@@ -122,13 +127,18 @@ class Lead:
 
     def _resources(self) -> Resources:
         round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
-        return Resources(self.nranks, round_nbytes, self._writers(), self.job.verify != "none")
+        return Resources(self.nranks, round_nbytes, self.job.writers, self.job.verify != "none", self._shard_readers())
 
-    def _writers(self) -> str:
-        """Several writers of one file need a file system whose clients see each other's writes, which those of NFS don't."""
-        if self.job.writers != "auto":
-            return self.job.writers
-        return "owner" if is_on_nfs(self.job.out) else "shared"
+    def _shard_readers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each source shard, the ranks that see it; empty where all do."""
+        template = self.job.source_template
+        if template is None:
+            return ()
+        return tuple(self._readers[template.path(rank)] for rank in range(self.changed.case.world_size))
+
+    def seen(self) -> tuple[Known, Mapping[str, tuple[int, ...]]]:
+        """What the source's files were like when they were looked at, and which ranks see them, if not all do."""
+        return self._stamps, self._readers
 
     def equal_groups(self) -> list[tuple[str, list[WholeTensor]]]:
         """What must be equal and can't be seen to be from digests."""
@@ -170,7 +180,7 @@ class Lead:
             "version": __version__,
             "source": str(job.source.resolve()),
             "manifest": self.source.parsed.text_digest,
-            "source files": file_stamps(job.source, filter(None, self.prepared.source_files)),
+            "source files": {file: self._stamps[file] for file in self.prepared.source_files if file},
             "target": self.case.topology.source,
             "include": list(job.include),
             "exclude": list(job.exclude),
@@ -266,6 +276,9 @@ class Lead:
             self._strided(),
             self._casts(),
             self._orders(),
+            source_stamps=self._stamps,
+            target_stamps={file.name: Stamp(file.nbytes) for file in prepared.target_files},
+            lock_holder=holder(),
         )
 
     def _source_keys(self) -> tuple[str, ...]:
@@ -337,7 +350,7 @@ class Lead:
         """Every array that was written and its digest, every whole tensor that has an oracle; and what can't even be read."""
         assert written is not None
         names = self._names()
-        headers, faults = read_headers(names.target_folder, names.target_files)
+        headers, faults = read_headers(names.target_folder, names.target_files, names.target_stamps)
         expected: dict[WholeTensor, str] = {}
         if not faults:
             for f in written.fragments:

@@ -9,7 +9,8 @@ import os
 import time
 from pathlib import Path
 
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import StorageError, UsageError
+from reshard_mpi.storage.known import waited_for
 from reshard_mpi.storage.touching import touching
 
 LOCK = "lock"
@@ -27,16 +28,17 @@ def lock_alone(folder: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(lock, 1000, 0).decode(errors="replace").strip()
-            if not _is_of_this_job(holder) or time.monotonic() > deadline:
+            held_by = os.pread(lock, 1000, 0).decode(errors="replace").strip()
+            if not _is_of_this_job(held_by) or time.monotonic() > deadline:
                 os.close(lock)
                 raise UsageError(
-                    str(folder), f"a job is writing it ({holder or error.strerror}); wait for it, or end it"
+                    str(folder), f"a job is writing it ({held_by or error.strerror}); wait for it, or end it"
                 ) from error
             time.sleep(0.2)
         else:
             os.ftruncate(lock, 0)
-            os.pwrite(lock, _holder().encode(), 0)
+            os.pwrite(lock, holder().encode(), 0)
+            os.fsync(lock)  # so that other hosts can read it
             return lock
 
 
@@ -45,7 +47,7 @@ def share(lock: int) -> None:
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
-def _holder() -> str:
+def holder() -> str:
     return f"host {os.uname().nodename}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}\n"
 
 
@@ -58,12 +60,21 @@ class SharedLock:
     """The lock of OUT.partial, held by a rank beside the others; UsageError when another job has got it."""
 
     def __init__(self, partial: Path):
+        self._path = partial / LOCK
         with touching("lock", partial, LOCK):
-            self._lock = os.open(partial / LOCK, os.O_RDWR | os.O_CLOEXEC)
+            self._lock = waited_for(self._path, lambda: os.open(self._path, os.O_RDWR | os.O_CLOEXEC))
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(str(partial), "another job has begun to write it; wait for it, or end it") from error
+
+    def check_holder(self, holder: str) -> None:
+        """StorageError unless rank 0 has written this into the lock: else the name leads to another folder on this host."""
+        if os.pread(self._lock, 1000, 0).decode(errors="replace") != holder:
+            raise StorageError(
+                str(self._path.parent),
+                "is not the folder that rank 0 has made; OUT must lie where all hosts see the same files",
+            )
 
     def __enter__(self) -> "SharedLock":
         return self

@@ -29,6 +29,7 @@ from reshard_mpi.report import Progress, peak_rss_nbytes
 from reshard_mpi.run.transfer import Bytes, Reader, Writer
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.files import Files
+from reshard_mpi.storage.known import Known
 from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.shown import ShownArray
 
@@ -47,6 +48,9 @@ class Names:
     strided: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
     casts: Mapping[int, CastArray] = field(default_factory=dict)  # by source array
     orders: Mapping[int, ReorderedArray] = field(default_factory=dict)
+    source_stamps: Known = field(default_factory=dict)
+    target_stamps: Known = field(default_factory=dict)
+    lock_holder: str = ""  # what rank 0 has written into the lock of the target folder
 
 
 @dataclass(frozen=True)
@@ -82,9 +86,9 @@ def move_rounds(
     `note`, on rank 0, is told about every `note_seconds`, and before the ranks stop because of a signal, what is durable.
     """
     with (
-        Files(names.source_folder) as source,
-        Files(names.source_folder) as copied,  # for the thread that writes
-        Files(names.target_folder, os.O_RDWR) as target,
+        Files(names.source_folder, known=names.source_stamps) as source,
+        Files(names.source_folder, known=names.source_stamps) as copied,  # for the thread that writes
+        Files(names.target_folder, os.O_RDWR, names.target_stamps) as target,
     ):
         for file, arrays in names.strided.items():
             source.show(file, arrays)

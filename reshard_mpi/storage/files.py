@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import InputError, StorageError, UsageError
+from reshard_mpi.storage.known import Known, Stamp, opened_as_known
 from reshard_mpi.storage.shown import OpenArray, ShownArray
 from reshard_mpi.storage.touching import touching
 
@@ -29,11 +30,12 @@ CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 class Files:
     """Files of one folder, opened when needed; only so many are open at a time.
 
-    flags: `os.O_RDONLY` for a source, `os.O_RDWR` for a target that exists already. One thread at a time.
+    flags: `os.O_RDONLY` for a source, `os.O_RDWR` for a target that exists already. `known`: what is awaited,
+    and compared, as it is opened. One thread at a time.
     """
 
-    def __init__(self, folder: Path, flags: int = os.O_RDONLY):
-        self.folder = folder
+    def __init__(self, folder: Path, flags: int = os.O_RDONLY, known: Known | None = None):
+        self.folder, self._known = folder, known or {}
         self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO must not hang us
         self._open: OrderedDict[str, int] = OrderedDict()
         self._shown: dict[str, dict[int, ShownArray]] = {}  # name -> begin -> array
@@ -50,7 +52,7 @@ class Files:
             oldest, fd = self._open.popitem(last=False)
             with touching("close", self.folder, oldest):  # NFS may tell only now that a write has failed
                 os.close(fd)
-        self._open[name] = fd = open_regular(self.folder, name, self._flags)
+        self._open[name] = fd = open_known(self.folder, name, self._flags, self._known)
         return fd
 
     def show(self, name: str, arrays: Iterable[ShownArray]) -> None:
@@ -153,9 +155,17 @@ def _nfree_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
 
 
+def open_known(folder: Path, name: str, flags: int, known: Known) -> int:
+    """A descriptor of the regular file `folder/name`, which is waited for if it is known; the caller closes it."""
+    if name not in known:
+        return open_regular(folder, name, flags)
+    return opened_as_known(folder / name, known[name], partial(open_regular, folder, name, flags))
+
+
 def open_regular(folder: Path, name: str, flags: int) -> int:
-    """A descriptor of the regular file `folder/name`; the caller closes it."""
+    """A descriptor of the regular file `folder/name`, or of `name` if that is an absolute path; the caller closes it."""
     path = folder / name
+    folder = path.parent if os.path.isabs(name) else folder
     with touching("open", folder, name):
         fd = os.open(path, flags)
         try:
@@ -220,13 +230,12 @@ def _allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)  # a file system that can't allocate ahead
 
 
-def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Length and time of the last change (ns) of each of these files: what changes when a file does."""
+def file_stamps(folder: Path, names: Iterable[str]) -> dict[str, Stamp]:
+    """The stamp of each of these files: what changes when a file does."""
     found = {}
     for name in names:
         with touching("look at", folder, name):
-            status = os.stat(folder / name)
-        found[name] = [status.st_size, status.st_mtime_ns]
+            found[name] = Stamp.of(os.stat(folder / name))
     return found
 
 

@@ -2,13 +2,15 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
-from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
+from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, ParsedCase, parse_case
 from reshard_mpi.checkpoint.mesh import MOST_RANKS
 from reshard_mpi.checkpoint.wanted import History, Operated
 from reshard_mpi.errors import (
@@ -21,7 +23,8 @@ from reshard_mpi.errors import (
     raise_first,
 )
 from reshard_mpi.storage.entries import Entry, left_out
-from reshard_mpi.storage.files import open_regular
+from reshard_mpi.storage.files import open_known, open_regular
+from reshard_mpi.storage.known import Known
 from reshard_mpi.storage.safetensors import StoredArray, read_header
 from reshard_mpi.storage.touching import touching
 
@@ -33,9 +36,10 @@ Headers = Mapping[str, Mapping[str, StoredArray]]  # file -> key -> array
 
 @dataclass
 class Source:
-    """A case folder: what its manifest says and what is wrong with it. `headers` come later (`attach_headers`).
+    """A case folder: what its manifest says and what is wrong with it.
 
-    `history`: what was done to its tensors since it was opened.
+    `headers` and `stamps` of the shards come later (`attach_headers`), and where shards lie on nodes, `readers`: the ranks that
+    see each of them. `history`: what was done to its tensors since it was opened.
     """
 
     folder: Path
@@ -45,6 +49,8 @@ class Source:
     headers: Headers = field(default_factory=dict)
     operated: tuple[Operated, ...] = ()  # what made the description of what is stored
     others: tuple[Entry, ...] = ()  # what is there beside tensors
+    stamps: Known = field(default_factory=dict)
+    readers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     history: History = field(default_factory=dict)
 
@@ -147,15 +153,21 @@ def described_anew(
 ) -> Source:
     """The source with another description of the same stored arrays, which is checked as the first one was."""
     parsed = ParsedCase(case, source.parsed.text_digest, source.parsed.fragments_digest, source.parsed.warnings)
-    findings = check_described(case) if source.is_described else check_case(parsed)
+    findings = check_described(case) if source.is_described or source.readers else check_case(parsed)
     located(source.folder, findings.faults)
     lost = sum(f.fragment_digest is None for f in case.fragments)
     lost -= sum(f.fragment_digest is None for f in source.case.fragments)
     warnings = list(source.warnings)
     if lost > 0:
         warnings.append(f"{source.folder}: {lost} parts of stored arrays have no digest: their bytes can't be checked")
-    return Source(
-        source.folder, parsed, findings, source.is_described, headers, operated, source.others, warnings, history
+    return replace(
+        source,
+        parsed=parsed,
+        findings=findings,
+        headers=headers,
+        operated=operated,
+        warnings=warnings,
+        history=history,
     )
 
 
@@ -167,13 +179,15 @@ def located(folder: Path, faults: Iterable[ReshardError]) -> None:
 
 
 @no_garbage_collection()
-def read_headers(folder: Path, files: Iterable[str]) -> tuple[dict[str, dict[str, StoredArray]], list[ReshardError]]:
+def read_headers(
+    folder: Path, files: Iterable[str], known: Known | None = None
+) -> tuple[dict[str, dict[str, StoredArray]], list[ReshardError]]:
     """The headers of `files` that could be read, and the errors of those that couldn't."""
     headers: dict[str, dict[str, StoredArray]] = {}
     faults: list[ReshardError] = []
     for name in files:
         try:
-            fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = open_known(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, known or {})
             try:
                 with touching("read", folder, name):
                     headers[name] = _reader_of(name)(fd, str(folder / name))
@@ -191,6 +205,19 @@ def _reader_of(name: str) -> Callable[[int, str], dict[str, StoredArray]]:
     from reshard_mpi.storage.hdf5 import read_hdf5
 
     return read_hdf5
+
+
+@no_garbage_collection()
+def place_on_nodes(source: Source, paths: Sequence[str]) -> None:
+    """From now on the fragments of each rank lie in the file `paths[rank]` of the nodes that see it."""
+
+    def placed(fragments: Iterable[Fragment]) -> list[Fragment]:
+        return [msgspec.structs.replace(f, payload_file=paths[f.rank]) for f in fragments]
+
+    case, findings = source.case, source.findings
+    case = msgspec.structs.replace(case, fragments=tuple(placed(case.fragments)))
+    source.parsed = msgspec.structs.replace(source.parsed, case=case)
+    findings.replicas_to_read = [placed(members) for members in findings.replicas_to_read]
 
 
 @no_garbage_collection()

@@ -128,6 +128,37 @@ def test_every_byte_arrives_in_jobs_by_seed(writers, hashing, least_share_nbytes
         hold_against_whole_arrays(*planned(random_job(Dice(seed), writers, hashing)))
 
 
+@kinds
+def test_no_rank_reads_a_file_that_it_does_not_see(writers, hashing):
+    for seed in range(24):
+        dice = Dice(seed)
+        job = random_job(dice, writers, hashing)
+        nranks = job.resources.nranks
+        seen = [tuple(rank for rank in range(nranks) if dice.chance(50)) for _ in job.source.shards]
+        readers = tuple(ranks or (dice.integer(0, nranks - 1),) for ranks in seen)
+        job, plan = planned(job.given(job.resources.round_nbytes, readers=readers))
+        hold_against_whole_arrays(job, plan)
+        arrays = plan.source.arrays
+        for file, rank in zip(arrays.file[plan.source.array].tolist(), plan.source.rank.tolist(), strict=True):
+            assert rank in readers[file]
+        assert all(rank in readers[file] for file, rank in zip(arrays.file, arrays.hasher, strict=True))
+
+
+@pytest.mark.parametrize(
+    "why, readers, ranks",
+    [
+        ("all see all", ((0, 1), (0, 1)), [0, 1]),
+        ("each sees its own", ((0,), (1,)), [0, 1]),
+        ("each sees that of the other", ((1,), (0,)), [1, 0]),
+        ("one sees both", ((1,), (1,)), [1, 1]),
+    ],
+)
+def test_a_rank_reads_its_own_shard_if_all_can(why, readers, ranks):
+    tensor = Tensor("uint8", (8,), rows_of((8,), 2), rows_of((8,), 1))
+    job = describe_job(Dice(0), Resources(2, BUDGET, "owner", True, readers), [tensor], 2, 1)
+    assert job.plan().source.rank.tolist() == ranks
+
+
 def is_cut_by_rows(plan: Plan, job: Job) -> bool:
     """Does every rank read whole rows of every tensor?"""
     for index in range(len(job.tensors)):

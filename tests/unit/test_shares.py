@@ -12,6 +12,7 @@ from reshard_mpi.plan import shares as shares_module
 from reshard_mpi.plan.shares import (
     Shares,
     choose_members,
+    deal_among,
     deal_by_bytes,
     deal_to_least,
     equal_shares,
@@ -69,6 +70,12 @@ def test_runs_are_in_order_and_no_rank_gets_more_than_its_share_and_one_item(nby
 )
 def test_items_are_dealt_to_whoever_has_least(why, nbytes, nranks, ranks):
     assert deal_to_least(ints(*nbytes), nranks).tolist() == ranks
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 9))
+def test_items_that_all_may_have_are_dealt_to_whoever_has_least(nbytes, nranks):
+    dealt = deal_among(ints(*nbytes), [range(nranks)] * len(nbytes), nranks)
+    assert dealt.tolist() == deal_to_least(ints(*nbytes), nranks).tolist()
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 9))
