@@ -125,7 +125,9 @@ def _dtype(properties: Record, where: str) -> tuple[str, int]:
         raise InputError(where, "its dtype is not said")
     name, scale = PACKED.get(found, (str(found), 1))
     if name not in DTYPES:
-        raise InputError(where, f"dtype {found} is none that safetensors has; leave the tensor out with --exclude")
+        raise InputError(
+            where, f"dtype {found} is none that safetensors has; save the checkpoint in another one, or without it"
+        )
     return name, scale
 
 
@@ -313,6 +315,12 @@ class _Archive:
             sound = False
         if not sound:
             raise InputError(self._where, "holds no plain tensor; expected what torch.save writes of one")
+        if any(isinstance(one, dict) and (one.get("conj") or one.get("neg")) for one in found.args[6:]):
+            raise InputError(
+                self._where,
+                "is stored before it was conjugated or negated, which torch does on loading; save it with resolve_conj() and "
+                "resolve_neg()",
+            )
         name, scale = PACKED.get(kind, (str(kind), 1))
         if name not in DTYPES:
             raise InputError(self._where, f"dtype {kind} is none that safetensors has")
