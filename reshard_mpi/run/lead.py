@@ -39,6 +39,7 @@ from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
+from reshard_mpi.storage.strided import StridedArray
 
 if TYPE_CHECKING:
     from reshard_mpi.run.job import Job
@@ -379,9 +380,19 @@ class Lead:
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)
         return [LAYOUT_FILE]
 
+    def _verifiable(self, read: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+        """Of each of these arrays, whether it has a digest, or a checksum that it is held against wherever it is read."""
+        digests = {
+            (f.payload_file, f.payload_key): f.fragment_digest is not None
+            or isinstance(self._stored(f).strided, StridedArray)
+            for f in self.source.case.fragments
+        }
+        return {place: digests[place] for place in read}
+
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
         job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
+        verifiable = self._verifiable(read)
         measured = [{**measured[0], "peak_rss_nbytes": peak_rss_nbytes()}, *measured[1:]]
         unread_nbytes = sum(
             self._stored(f).nbytes
@@ -403,6 +414,8 @@ class Lead:
             nrounds=self.prepared.plan.nrounds,
             memory_nbytes=job.memory_nbytes,
             verify=job.verify,
+            narrays_read=len(verifiable),
+            narrays_unverifiable=sum(not is_verifiable for is_verifiable in verifiable.values()),
             unread_replica_nbytes=unread_nbytes,
             continued_nbytes=self.continued_nbytes,
             noracles=len(case.oracles),
