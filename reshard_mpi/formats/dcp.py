@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import MOST_AXES, sha256_name
-from reshard_mpi.errors import InputError, ReshardError, names, storage_error
+from reshard_mpi.errors import InputError, ReshardError, names
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Record, Storage, Tensor, read_pickle
+from reshard_mpi.storage.chunked import SpanFile, read_descriptor
 from reshard_mpi.storage.digests import crc32_name
 from reshard_mpi.storage.entries import Entry
 from reshard_mpi.storage.files import open_regular
@@ -263,7 +264,7 @@ class _Archive:
 
     def __init__(self, fd: int, place: _Place, where: str):
         self._fd, self._place, self._where = fd, place, where
-        archive = _Slice(fd, place.offset, place.nbytes, where)
+        archive = SpanFile(read_descriptor(fd, where), place.nbytes, place.offset)
         self._zip = self._unzipped(lambda: zipfile.ZipFile(io.BufferedReader(archive, 4096)))
         root = [name[: -len("data.pkl")] for name in self._zip.namelist() if name.endswith("/data.pkl")]
         if len(root) != 1:
@@ -341,33 +342,3 @@ class _Archive:
         if begin + entry.file_size > self._place.nbytes:
             raise InputError(self._where, "the archive's bytes reach beyond its end; the file is damaged: copy it anew")
         return self._place.offset + begin, entry.file_size, entry.CRC
-
-
-class _Slice(io.RawIOBase):
-    """A byte range of a file, as a file that can be read."""
-
-    def __init__(self, fd: int, offset: int, nbytes: int, where: str):
-        self._fd, self._offset, self._nbytes, self._where, self._position = fd, offset, nbytes, where, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError("before the start")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(min(len(buffer), self._nbytes - self._position), 0)
-        try:
-            data = os.pread(self._fd, wanted, self._offset + self._position)
-        except OSError as error:
-            raise storage_error(self._where, error, "read") from error
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -21,7 +21,7 @@ def newest_of(folder: Path) -> Path:
 
     InputError for a pointer that names no folder within `folder`, StorageError for one that isn't there.
     """
-    pointers = [name for name in (NAME_FILE, ITERATION_FILE) if (folder / name).is_file()]
+    pointers = [name for name in (NAME_FILE, ITERATION_FILE) if os.path.isfile(folder / name)]
     if not pointers or _is_checkpoint(folder):
         return folder
     if len(pointers) > 1:

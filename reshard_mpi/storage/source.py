@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, ParsedCase, parse_case
-from reshard_mpi.checkpoint.mesh import MOST_RANKS
+from reshard_mpi.checkpoint.mesh import MOST_RANKS, shard_name
 from reshard_mpi.checkpoint.wanted import History, Operated
 from reshard_mpi.errors import (
     InputError,
@@ -60,12 +60,13 @@ class Source:
         if self.is_described:
             return []
         named = {f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)}
-        numbers = {name.split(".")[0] for name in named}
+        known = {name.split(".")[0] for name in named}
         ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
-        unnamed = {f"rank-{rank:05d}" for rank in ranks} - numbers
-        is_hdf5 = all(name.endswith(".h5") for name in named) and (named or (self.folder / "rank-00000.h5").exists())
-        suffix = "h5" if is_hdf5 else "safetensors"
-        return sorted(named | {f"{name}.{suffix}" for name in unnamed})
+        is_hdf5 = all(name.endswith(".h5") for name in named) and (
+            named or (self.folder / shard_name(0, "h5")).exists()
+        )
+        every = (shard_name(rank, "h5" if is_hdf5 else "safetensors") for rank in ranks)
+        return sorted(named | {name for name in every if name.split(".")[0] not in known})
 
     @property
     def held_nbytes(self) -> int:
