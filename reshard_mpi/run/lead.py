@@ -264,7 +264,7 @@ class Lead:
             self._source_keys(),
             self.partial.path,
             tuple(file.name for file in prepared.target_files),
-            self._strided(),
+            self._shown(),
             self._casts(),
             self._orders(),
         )
@@ -288,10 +288,10 @@ class Lead:
     def _source_arrays(self) -> Iterator[StoredArray]:
         return (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
 
-    def _strided(self) -> dict[str, tuple[ShownArray, ...]]:
+    def _shown(self) -> dict[str, tuple[ShownArray, ...]]:
         """The source's arrays that are no span of their file, by file."""
         found = {
-            file: tuple(array.strided for array in arrays.values() if array.strided)
+            file: tuple(array.shown for array in arrays.values() if array.shown)
             for file, arrays in self.source.headers.items()
         }
         return {file: arrays for file, arrays in found.items() if arrays}
@@ -384,7 +384,7 @@ class Lead:
         """Of each of these arrays, whether it has a digest, or a checksum that it is held against wherever it is read."""
         digests = {
             (f.payload_file, f.payload_key): f.fragment_digest is not None
-            or isinstance(self._stored(f).strided, StridedArray)
+            or isinstance(self._stored(f).shown, StridedArray)
             for f in self.source.case.fragments
         }
         return {place: digests[place] for place in read}

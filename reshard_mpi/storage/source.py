@@ -72,7 +72,7 @@ class Source:
     def held_nbytes(self) -> int:
         """Of memory, at most, for an array that is no span of its file: by who reads and by who copies."""
         arrays = (array for of_file in self.headers.values() for array in of_file.values())
-        shown = (one for array in arrays for one in (array.strided, array.order) if one)
+        shown = (one for array in arrays for one in (array.shown, array.order) if one)
         return 2 * max((one.held_nbytes for one in shown), default=0)
 
     def raise_first(self) -> None:

@@ -386,7 +386,7 @@ def test_damage_anywhere_ends_in_an_error_or_in_arrays_of_the_file(seed, plain, 
     headers, faults = read_headers(copy, [path.name])
     assert all(isinstance(fault, ReshardError) for fault in faults)
     arrays = headers.get(path.name, {}).values()
-    assert all(a.strided or a.begin + a.nbytes <= len(content) for a in arrays)
+    assert all(a.shown or a.begin + a.nbytes <= len(content) for a in arrays)
 
 
 def heap_of(content: bytes) -> int:
