@@ -39,7 +39,6 @@ from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
-from reshard_mpi.storage.strided import StridedArray
 
 if TYPE_CHECKING:
     from reshard_mpi.run.job import Job
@@ -383,8 +382,7 @@ class Lead:
     def _verifiable(self, read: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
         """Of each of these arrays, whether it has a digest, or a checksum that it is held against wherever it is read."""
         digests = {
-            (f.payload_file, f.payload_key): f.fragment_digest is not None
-            or isinstance(self._stored(f).shown, StridedArray)
+            (f.payload_file, f.payload_key): f.fragment_digest is not None or self._stored(f).is_checked
             for f in self.source.case.fragments
         }
         return {place: digests[place] for place in read}
@@ -400,6 +398,7 @@ class Lead:
             if f.logical_tensor_id in kept
             and f.has_elements
             and f.replica.member_count > 1
+            and f.fragment_digest is not None
             and (f.payload_file, f.payload_key) not in read
         )
         return summary_of(

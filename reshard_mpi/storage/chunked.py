@@ -142,6 +142,10 @@ class ChunkedArray:
             return min(max(MOST_ROWS_NBYTES // self.row_nbytes, 1), self.nrows)
         return min(self.chunk[self.axis], self.nrows)
 
+    @property
+    def is_checked(self) -> bool:
+        return False
+
     def open(self, read: ReadSpan, where: str) -> "OpenChunked":
         return OpenChunked(self, read)
 

@@ -43,6 +43,11 @@ class StoredArray:
     cast: CastArray | None = None
 
     @property
+    def is_checked(self) -> bool:
+        """Is it held against a checksum of its own wherever it is read, whether or not a digest is known?"""
+        return self.shown is not None and self.shown.is_checked
+
+    @property
     def converted_nbytes(self) -> int:
         """Of what the file holds in place of these bytes; 0 where it holds these."""
         if self.cast:
