@@ -61,9 +61,10 @@ def decimal_size(text: str) -> int:
     (5000000000, 200)
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?)B?\s*", text, re.ASCII | re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
+    nbytes = int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if not nbytes:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it like 5GB or 300MB")
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    return nbytes
 
 
 def _named_number(text: str) -> tuple[str, int]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SAMPLE_CASE = "tp2-pp2-to-single"
 SAMPLE_SOURCE = Path(__file__).parent / "data" / SAMPLE_CASE
 SAMPLE_OUT = Path("reshard-sample")
+SOURCES = ("source", "a", "b")  # options that name a checkpoint
 
 
 def run_alone(options: argparse.Namespace) -> int:
@@ -35,6 +36,7 @@ def run_alone(options: argparse.Namespace) -> int:
         "describe": _describe,
         "sample": _sample,
     }
+    vars(options).update(_newest_checkpoints(options))
     return alone[options.command](options)
 
 
@@ -49,10 +51,23 @@ def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         "compare": _compare,
     }
     if options.command in together:
+        vars(options).update(root_value(comm, lambda: _newest_checkpoints(options)))
         return together[options.command](comm, options)
     if getattr(options, "ranks", 0) is None and options.simulate is None:
         options.ranks = comm.size
     return root_value(comm, lambda: run_alone(options))
+
+
+def _newest_checkpoints(options: argparse.Namespace) -> dict[str, Path]:
+    """The checkpoints that the options name; in place of the folder of a run its newest one, which is told."""
+    from reshard_mpi.formats.run_folder import newest_of
+
+    given = {name: folder for name in SOURCES if (folder := getattr(options, name, None)) is not None}
+    found = {name: newest_of(folder) for name, folder in given.items()}
+    warn(
+        [f"{given[name]}: its newest checkpoint is read, {found[name]}" for name in given if found[name] != given[name]]
+    )
+    return found
 
 
 def _say(text: str) -> None:

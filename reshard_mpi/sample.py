@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, Layout, Padding, Replica, Topology, case_text
-from reshard_mpi.checkpoint.mesh import Mesh
+from reshard_mpi.checkpoint.mesh import Mesh, shard_name
 from reshard_mpi.errors import UsageError, raise_first
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
@@ -139,7 +139,7 @@ def _outgoing(model: Llama, target: Mesh, dtype: str, seed: int) -> Outgoing:
 
 def _whole(fqn: str, shape: tuple[int, ...], dtype: str) -> Fragment:
     none = (0,) * len(shape)
-    file = "rank-00000.safetensors"
+    file = shard_name(0)
     return Fragment(
         fragment_id=fqn,
         logical_tensor_id=fqn,

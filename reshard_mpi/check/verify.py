@@ -66,8 +66,7 @@ def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict:
     stored: dict[WholeTensor, list[Fragment]] = {}
     for fragment in source.case.fragments if source else ():
         array = source.headers.get(fragment.payload_file, {}).get(fragment.payload_key) if source else None
-        # What is shown in another order than it lies in is held against its own checksum where it is read.
-        if array is not None and (fragment.fragment_digest is not None or array.strided):
+        if array is not None and (fragment.fragment_digest is not None or array.is_checked):
             algorithm = algorithm_of(fragment.fragment_digest) or "crc32"
             whole = whole_array(fragment.payload_file, fragment.payload_key, array, algorithm)
             stored.setdefault(whole, []).append(fragment)
@@ -107,6 +106,12 @@ def _verify_oracles(
     verdict.noracles = len(oracles)
     if source:
         covered = {oracle.logical_tensor_id for oracle, _ in oracles}
+        checked = {
+            (file, key) for file, of_file in source.headers.items() for key in of_file if of_file[key].is_checked
+        }
         verdict.nunverifiable = sum(
-            f.fragment_digest is None and f.logical_tensor_id not in covered for f in source.case.fragments
-        ) - sum(array.strided is not None for of_file in source.headers.values() for array in of_file.values())
+            f.fragment_digest is None
+            and f.logical_tensor_id not in covered
+            and (f.payload_file, f.payload_key) not in checked
+            for f in source.case.fragments
+        )

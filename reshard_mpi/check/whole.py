@@ -152,6 +152,6 @@ def _whole(
 ) -> WholeTensor:
     begins = tuple(array.begin for array in stored)
     shown = tuple(
-        (file, one) for file, array in zip(files, stored, strict=True) for one in (array.strided, array.order) if one
+        (file, one) for file, array in zip(files, stored, strict=True) for one in (array.shown, array.order) if one
     )
     return WholeTensor(label, shape, dtype, places, files, begins, shown, algorithm)

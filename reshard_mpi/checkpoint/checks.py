@@ -25,7 +25,7 @@ from reshard_mpi.checkpoint.manifest import (
     Shape,
     by_tensor,
 )
-from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology
+from reshard_mpi.checkpoint.mesh import Mesh, canonical, mesh_from_topology, shard_name
 from reshard_mpi.errors import InputError, IntegrityError, ReshardError, names, plural
 
 MOST_BYTES = 1 << 62  # of a tensor: offsets and sums stay far inside int64
@@ -191,9 +191,9 @@ def _place_messages(coordinates: Coordinates, payload_file: str, mesh: Mesh) -> 
         found.append(f"payload_file {payload_file!r} is a path; expected a plain file name in the case folder")
     elif rank >= mesh.size:
         found.append(f"rank {rank} of {mesh.size}; expected ranks from 0")
-    elif not shard or shard[1] != f"{rank:05d}":
+    elif not shard or payload_file != shard_name(rank, shard[2]):
         found.append(
-            f"payload_file {payload_file!r} is not the shard of rank {rank}; expected rank-{rank:05d}.safetensors or .h5"
+            f"payload_file {payload_file!r} is not the shard of rank {rank}; expected {shard_name(rank)} or .h5"
         )
     return tuple(found)
 

@@ -14,6 +14,15 @@ NESTING_ORDER = ("pp", "ep", "cp", "tp", "dp", "fsdp")
 MOST_RANKS = 100_000  # rank-00000 to rank-99999
 
 
+def shard_name(rank: int, suffix: str = "safetensors") -> str:
+    """The file of a rank in a case.
+
+    >>> shard_name(3), shard_name(12, "h5")
+    ('rank-00003.safetensors', 'rank-00012.h5')
+    """
+    return f"rank-{rank:05d}.{suffix}"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Mesh axes and their sizes in rank order, slowest first; no axes: one rank.

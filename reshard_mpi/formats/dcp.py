@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 from reshard_mpi.checkpoint.dtypes import DTYPES, nbytes_of
 from reshard_mpi.checkpoint.manifest import MOST_AXES, sha256_name
-from reshard_mpi.errors import InputError, ReshardError, names, storage_error
+from reshard_mpi.errors import InputError, ReshardError, names
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Record, Storage, Tensor, read_pickle
+from reshard_mpi.storage.chunked import SpanFile, read_descriptor
 from reshard_mpi.storage.digests import crc32_name
 from reshard_mpi.storage.entries import Entry
 from reshard_mpi.storage.files import open_regular
@@ -125,7 +126,9 @@ def _dtype(properties: Record, where: str) -> tuple[str, int]:
         raise InputError(where, "its dtype is not said")
     name, scale = PACKED.get(found, (str(found), 1))
     if name not in DTYPES:
-        raise InputError(where, f"dtype {found} is none that safetensors has; leave the tensor out with --exclude")
+        raise InputError(
+            where, f"dtype {found} is none that safetensors has; save the checkpoint in another one, or without it"
+        )
     return name, scale
 
 
@@ -261,7 +264,7 @@ class _Archive:
 
     def __init__(self, fd: int, place: _Place, where: str):
         self._fd, self._place, self._where = fd, place, where
-        archive = _Slice(fd, place.offset, place.nbytes, where)
+        archive = SpanFile(read_descriptor(fd, where), place.nbytes, place.offset)
         self._zip = self._unzipped(lambda: zipfile.ZipFile(io.BufferedReader(archive, 4096)))
         root = [name[: -len("data.pkl")] for name in self._zip.namelist() if name.endswith("/data.pkl")]
         if len(root) != 1:
@@ -313,6 +316,12 @@ class _Archive:
             sound = False
         if not sound:
             raise InputError(self._where, "holds no plain tensor; expected what torch.save writes of one")
+        if any(isinstance(one, dict) and (one.get("conj") or one.get("neg")) for one in found.args[6:]):
+            raise InputError(
+                self._where,
+                "is stored before it was conjugated or negated, which torch does on loading; save it with resolve_conj() and "
+                "resolve_neg()",
+            )
         name, scale = PACKED.get(kind, (str(kind), 1))
         if name not in DTYPES:
             raise InputError(self._where, f"dtype {kind} is none that safetensors has")
@@ -333,33 +342,3 @@ class _Archive:
         if begin + entry.file_size > self._place.nbytes:
             raise InputError(self._where, "the archive's bytes reach beyond its end; the file is damaged: copy it anew")
         return self._place.offset + begin, entry.file_size, entry.CRC
-
-
-class _Slice(io.RawIOBase):
-    """A byte range of a file, as a file that can be read."""
-
-    def __init__(self, fd: int, offset: int, nbytes: int, where: str):
-        self._fd, self._offset, self._nbytes, self._where, self._position = fd, offset, nbytes, where, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError("before the start")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(min(len(buffer), self._nbytes - self._position), 0)
-        try:
-            data = os.pread(self._fd, wanted, self._offset + self._position)
-        except OSError as error:
-            raise storage_error(self._where, error, "read") from error
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 GLOBAL_FILE = "global.h5"
 ALIGNMENT = 8  # of arrays within a file
-# One version of the format, that which has virtual datasets (HDF5 1.10): bytes don't depend on the library.
-VERSION = ("v110", "v110")
+# One version of the format, 1.8 and for virtual datasets 1.10: bytes don't depend on the library. Of what begins at 1.10, HDF5
+# 1.10 and 2.0 write different versions.
+VERSION = ("v108", "v110")
 
 
 def check_names(outgoing: Outgoing) -> None:
@@ -119,6 +120,7 @@ def build_hdf5(
 
     head, types = _Head(), stored_types()
     with _new_file(head) as file:
+        _make_groups(file, [*(key for key, _, _ in arrays), *(alias for alias, _ in aliases)])
         created = _properties()
         created.set_layout(h5py.h5d.CONTIGUOUS)
         created.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -155,6 +157,17 @@ def _take_space(dataset: "h5py.h5d.DatasetID") -> int:
     return begin
 
 
+def _make_groups(file: "h5py.File", keys: Sequence[str]) -> None:
+    """The groups in which datasets of these keys lie; made on the way by HDF5 before 2.0, they would hold the time."""
+    import h5py
+
+    created = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    created.set_obj_track_times(False)
+    paths = ("/".join(parts[:n]) for key in keys for parts in [key.split("/")] for n in range(1, len(parts)))
+    for path in dict.fromkeys(paths):
+        h5py.h5g.create(file.id, path.encode(), _links(), created)
+
+
 def _properties() -> "h5py.h5p.PropDCID":
     import h5py
 
@@ -167,7 +180,6 @@ def _links() -> "h5py.h5p.PropLCID":
     import h5py
 
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     return links
 
@@ -212,7 +224,9 @@ def global_view(outgoing: Outgoing) -> bytes:
     """The bytes of `global.h5`: of each tensor a virtual dataset, of replicas their first holder."""
     head, types = _Head(), stored_types()
     with _new_file(head) as file:
-        for tensor_id, fragments in sorted(by_tensor(outgoing.case.fragments).items()):
+        tensors = by_tensor(outgoing.case.fragments)
+        _make_groups(file, [outgoing.keys[tensor_id] for tensor_id in sorted(tensors)])
+        for tensor_id, fragments in sorted(tensors.items()):
             like = fragments[0]
             created, shape = _virtual(fragments)
             dataset = _dataset(file, outgoing.keys[tensor_id], types[carrier_of(like.dtype)], shape, created)

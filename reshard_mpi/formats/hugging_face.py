@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi.checkpoint.manifest import sha256_name, strict_json
-from reshard_mpi.errors import InputError, names, raise_first
+from reshard_mpi.errors import InputError, names, plural, raise_first
 from reshard_mpi.formats.described import Described, Piece, case_of
 from reshard_mpi.storage.files import open_regular
 from reshard_mpi.storage.safetensors import StoredArray, read_header, read_metadata
@@ -37,7 +37,7 @@ def is_sharded_hugging_face(folder: Path) -> bool:
 
 def describe_hugging_face(folder: Path) -> Described:
     """Whole tensors: every file is read by one rank, as a shard would be."""
-    where = str(folder / INDEX_FILE)
+    where, unnamed = str(folder / INDEX_FILE), []
     if not (folder / INDEX_FILE).exists():
         files = [MODEL_FILE]
         headers = _headers(folder, files)
@@ -45,16 +45,25 @@ def describe_hugging_face(folder: Path) -> Described:
     else:
         held = _weight_map(folder, where)
         files = sorted(set(held.values()))
+        if MODEL_FILE not in files and (folder / MODEL_FILE).exists():
+            raise InputError(
+                str(folder), f"holds two models: {MODEL_FILE}, and what {INDEX_FILE} names; move one of them elsewhere"
+            )
         headers = _headers(folder, files)
         raise_first(_missing(held, headers, folder))
+        unnamed = [f"{file}:{fqn}" for file in files for fqn in headers[file] if held.get(fqn) != file]
     number = {file: index for index, file in enumerate(files)}
     pieces = []
     for fqn, file in held.items():
         shape = headers[file][fqn].shape
         pieces.append(Piece(fqn, headers[file][fqn].dtype, shape, (0,) * len(shape), shape, number[file], fqn))
-    return Described(
-        case_of(folder.resolve().name, files, pieces, "hugging face"), headers, _digest(headers), (_unchecked(folder),)
-    )
+    warnings = [_unchecked(folder)]
+    if unnamed:
+        warnings.append(
+            f"{where}: {plural(len(unnamed), 'tensor')} in its files that it doesn't name: {names(unnamed)}; left out"
+        )
+    case = case_of(folder.resolve().name, files, pieces, "hugging face")
+    return Described(case, headers, _digest(headers), tuple(warnings))
 
 
 def describe_sharded_hugging_face(folder: Path) -> Described:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from reshard_mpi.checkpoint.checks import check_case
 from reshard_mpi.checkpoint.manifest import Case, Coordinates, Fragment, Layout, ParsedCase, Rule, Topology
-from reshard_mpi.checkpoint.mesh import Mesh, nesting_order
+from reshard_mpi.checkpoint.mesh import Mesh, nesting_order, shard_name
 from reshard_mpi.errors import InputError, UsageError, names, raise_first
 from reshard_mpi.layout.cuts import Intervals, Misfit, cut_axis, stored_boxes
 from reshard_mpi.layout.file import LayoutFile, Statement, members_of, repeats_of, split_axis
@@ -98,7 +98,7 @@ def _more_shards(folder: Path, pattern: str, mesh: Mesh) -> Iterator[InputError]
 
 
 def _warnings(folder: Path, files: Sequence[str]) -> Iterator[str]:
-    wanted = [_payload_file(rank) for rank in range(len(files))]
+    wanted = [shard_name(rank) for rank in range(len(files))]
     if files != wanted:
         yield (
             f"{folder}: the case names its shards {names(wanted, most=2)}; link {names(files, most=2)} under these names "
@@ -181,19 +181,15 @@ def _fragments(
                 local_shape=stored,
                 padding=no_padding(len(shape)) if extent == stored else padding_around(before, extent, stored, "view"),
                 dtype=like.dtype,
-                payload_file=_payload_file(rank),
+                payload_file=shard_name(rank),
                 payload_key=fqn,
                 topology_coordinates=_coordinates(mesh, rank),
                 replica=next(replicas),
                 partition_axes=tuple(sorted({column for column, (axes, _) in enumerate(columns) if axes})),
-                shard_file_id=_payload_file(rank),
-                shard_digest_ref=f"source-digest:{_payload_file(rank)}",
+                shard_file_id=shard_name(rank),
+                shard_digest_ref=f"source-digest:{shard_name(rank)}",
                 shared_storage_id=f"{fqn}|r{rank}" if len(boxes) > 1 else None,
             )
-
-
-def _payload_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def _coordinates(mesh: Mesh, rank: int) -> Coordinates:

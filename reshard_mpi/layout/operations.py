@@ -217,7 +217,7 @@ class Operation:
             yield fragment
             return
         array = arrays.of(fragment)
-        if array.strided or array.order or array.nbytes * 8 != _nbits(array) * array.shape[0] or _nbits(array) % 8:
+        if array.shown or array.order or array.nbytes * 8 != _nbits(array) * array.shape[0] or _nbits(array) % 8:
             raise InputError(self.where, f"{fragment.fragment_id} isn't stored row by row; permute it elsewhere")
         shown, found = reordered(fragment, array, arrays.end(fragment.payload_file), unit, str(self.says.to))
         key = f"{fragment.payload_key}\0{shown.begin}"  # no array of a file is called so
@@ -227,7 +227,7 @@ class Operation:
     def _indices(self, fragment: Fragment, arrays: "_Arrays") -> Iterator[Fragment]:
         """Every index of axis 0 that the fragment holds."""
         array = arrays.of(fragment)
-        if array.strided or array.order or _nbits(array) % 8:
+        if array.shown or array.order or _nbits(array) % 8:
             raise InputError(self.where, f"{fragment.fragment_id} isn't stored index by index; unstack it elsewhere")
         for number in range(fragment.element_extent[0]):
             to = str(self.says.to).replace("{}", str(fragment.element_offset[0] + number))

@@ -28,7 +28,7 @@ from reshard_mpi.checkpoint.manifest import (
     Topology,
     by_tensor,
 )
-from reshard_mpi.checkpoint.mesh import Mesh
+from reshard_mpi.checkpoint.mesh import Mesh, shard_name
 from reshard_mpi.errors import InputError, ReshardError, names
 from reshard_mpi.layout.cuts import Box, Cut, Misfit
 from reshard_mpi.layout.rules import Held, Placement, Stacks, Tensor, partition_axes, placement_of, target_arrays
@@ -263,7 +263,7 @@ class _Rank(NamedTuple):
 
 
 def _on_rank(target: Mesh, rank: int, suffix: str) -> _Rank:
-    file = f"rank-{rank:05d}.{suffix}"
+    file = shard_name(rank, suffix)
     coordinates = tuple(sorted({**target.coordinates(rank), "rank": rank}.items()))
     return _Rank(file, f"source-digest:{file}", coordinates)
 

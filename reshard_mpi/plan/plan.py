@@ -141,26 +141,54 @@ class Plan:
         return slice(int(self.round_first[number]), int(self.round_first[number + 1]))
 
 
-def traffic(plan: Plan) -> Ints:
-    """Bytes that rank i brings to rank j, shape (nranks, nranks); the diagonal never enters MPI."""
+@dataclass(frozen=True)
+class Traffic:
+    """A matrix of bytes, (number of givers, number of takers) its shape, of which most is 0: `nbytes[i]` go from `giver[i]` to
+    `taker[i]`. Sorted, each pair once.
+    """
+
+    shape: tuple[int, int]
+    giver: Ints
+    taker: Ints
+    nbytes: Ints
+
+    @property
+    def sent(self) -> Ints:
+        """Of what a giver gives, all but what it keeps."""
+        away = self.giver != self.taker
+        found = np.zeros(self.shape[0], np.int64)
+        np.add.at(found, self.giver[away], self.nbytes[away])
+        return found
+
+    def matrix(self, shares: tuple[int, int] = (1, 1)) -> Ints:
+        """With so many neighbouring givers as one, and so many takers."""
+        nrows, ncolumns = (-(-count // share) for count, share in zip(self.shape, shares, strict=True))
+        found = np.zeros((nrows, ncolumns), np.int64)
+        np.add.at(found, (self.giver // shares[0], self.taker // shares[1]), self.nbytes)
+        return found
+
+
+def traffic(plan: Plan) -> Traffic:
+    """Bytes that rank i brings to rank j; the diagonal never enters MPI."""
     own = np.flatnonzero(plan.target.is_own)
     return _nbytes_between(plan, own, plan.source.rank, plan.target.rank, (plan.nranks, plan.nranks))
 
 
-def shard_traffic(plan: Plan, nshards: tuple[int, int]) -> Ints:
-    """Bytes of source shard i in target shard j, shape `nshards`, whichever ranks move them."""
+def shard_traffic(plan: Plan, nshards: tuple[int, int]) -> Traffic:
+    """Bytes of source shard i in target shard j, of so many shards, whichever ranks move them."""
     source, target = (side.arrays.file[side.array] for side in (plan.source, plan.target))
     return _nbytes_between(plan, np.arange(len(target)), source, target, nshards)
 
 
-def _nbytes_between(plan: Plan, rows: Ints, giver: Ints, taker: Ints, shape: tuple[int, int]) -> Ints:
+def _nbytes_between(plan: Plan, rows: Ints, giver: Ints, taker: Ints, shape: tuple[int, int]) -> Traffic:
     """Bytes that source and target rows have in common, of these target rows, summed by who gives and who takes them."""
     boxes = plan.target.stored.boxes.take(rows)
     i, j = join(plan.source.stored.boxes, boxes, plan.source.tensor, plan.target.tensor[rows])
     nbytes = meet(plan.source.stored.boxes.take(i), boxes.take(j)).volume
-    found = np.zeros(shape, np.int64)
-    np.add.at(found, (giver[i], taker[rows][j]), nbytes)
-    return found
+    pairs, pair = np.unique(giver[i] * shape[1] + taker[rows][j], return_inverse=True)
+    total = np.zeros(len(pairs), np.int64)
+    np.add.at(total, pair, nbytes)
+    return Traffic(shape, *np.divmod(pairs, shape[1]), total)
 
 
 def received(plan: Plan) -> Ints:

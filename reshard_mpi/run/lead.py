@@ -273,7 +273,7 @@ class Lead:
             self._source_keys(),
             self.partial.path,
             tuple(file.name for file in prepared.target_files),
-            self._strided(),
+            self._shown(),
             self._casts(),
             self._orders(),
             source_stamps=self._stamps,
@@ -300,10 +300,10 @@ class Lead:
     def _source_arrays(self) -> Iterator[StoredArray]:
         return (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
 
-    def _strided(self) -> dict[str, tuple[ShownArray, ...]]:
+    def _shown(self) -> dict[str, tuple[ShownArray, ...]]:
         """The source's arrays that are no span of their file, by file."""
         found = {
-            file: tuple(array.strided for array in arrays.values() if array.strided)
+            file: tuple(array.shown for array in arrays.values() if array.shown)
             for file, arrays in self.source.headers.items()
         }
         return {file: arrays for file, arrays in found.items() if arrays}
@@ -392,9 +392,18 @@ class Lead:
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)
         return [LAYOUT_FILE]
 
+    def _verifiable(self, read: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
+        """Of each of these arrays, whether it has a digest, or a checksum that it is held against wherever it is read."""
+        digests = {
+            (f.payload_file, f.payload_key): f.fragment_digest is not None or self._stored(f).is_checked
+            for f in self.source.case.fragments
+        }
+        return {place: digests[place] for place in read}
+
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
         job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
+        verifiable = self._verifiable(read)
         measured = [{**measured[0], "peak_rss_nbytes": peak_rss_nbytes()}, *measured[1:]]
         unread_nbytes = sum(
             self._stored(f).nbytes
@@ -402,6 +411,7 @@ class Lead:
             if f.logical_tensor_id in kept
             and f.has_elements
             and f.replica.member_count > 1
+            and f.fragment_digest is not None
             and (f.payload_file, f.payload_key) not in read
         )
         return summary_of(
@@ -416,6 +426,8 @@ class Lead:
             nrounds=self.prepared.plan.nrounds,
             memory_nbytes=job.memory_nbytes,
             verify=job.verify,
+            narrays_read=len(verifiable),
+            narrays_unverifiable=sum(not is_verifiable for is_verifiable in verifiable.values()),
             unread_replica_nbytes=unread_nbytes,
             continued_nbytes=self.continued_nbytes,
             noracles=len(case.oracles),

@@ -45,7 +45,7 @@ class Names:
     source_keys: tuple[str, ...]
     target_folder: Path
     target_files: tuple[str, ...]
-    strided: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
+    shown: Mapping[str, Sequence[ShownArray]] = field(default_factory=dict)  # of the source, by file
     casts: Mapping[int, CastArray] = field(default_factory=dict)  # by source array
     orders: Mapping[int, ReorderedArray] = field(default_factory=dict)
     source_stamps: Known = field(default_factory=dict)
@@ -90,7 +90,7 @@ def move_rounds(
         Files(names.source_folder, known=names.source_stamps) as copied,  # for the thread that writes
         Files(names.target_folder, os.O_RDWR, names.target_stamps) as target,
     ):
-        for file, arrays in names.strided.items():
+        for file, arrays in names.shown.items():
             source.show(file, arrays)
             copied.show(file, arrays)
         with agreed(comm):  # their buffers are most of the memory of a job

@@ -24,6 +24,7 @@ MOST_BANDS = 16  # of a tile that more ranks hold
 MOST_ALIKE = 0.9  # of the tiles must have room for a label, to be labelled alike
 MOST_VECTORS = 2500  # tiles of a slice; more are drawn as pixels
 # Inches, as all lengths on a page.
+NARROWEST_LINED = 1.0  # points: tiles that a white line divides
 STRIPE = 0.2  # wide, or narrower: of a tile that several ranks hold
 STRIP = 0.28  # high: a tensor of one axis, or none
 BESIDE, ABOVE, BELOW = 0.6, 0.17, 0.3  # a slice: the numbers along its axes, and what it is a slice of
@@ -161,12 +162,17 @@ def _draw_colours(
         [corner + bands_of(room[0], room[1], 1)[0] * scale for corner, room in zip(first, rooms, strict=True)],
         facecolors="none",
         edgecolors="white",
-        linewidths=np.clip(rooms.min(axis=1) * POINTS * 0.15, 0.1, 1),
+        linewidths=_line_widths(rooms.min(axis=1) * POINTS),
         gid="tiles",
     )
     for collection in (fill, edges):
         collection.set_rasterized(as_pixels)
         axes.add_collection(collection, autolim=False)
+
+
+def _line_widths(narrow: Numbers) -> Numbers:
+    """Between tiles that are so many points narrow; where lines would cover the tiles there are none."""
+    return np.where(narrow < NARROWEST_LINED, 0, np.clip(narrow * 0.15, 0.1, 1))
 
 
 def _shown(ranks: Sequence[int]) -> list[int]:

@@ -45,11 +45,22 @@ def summary_text(report: Mapping[str, Any]) -> str:
 def _verified_text(report: Mapping[str, Any]) -> str:
     if report["verify"] == "none":
         return "nothing was hashed"
+    nread, nunverifiable = report["narrays_read"], report["narrays_unverifiable"]
     if report["verify"] == "full":
-        return f"source, replicas and target hold their digests; {plural(report['noracles'], 'oracle')} checked"
+        oracles = f"{plural(report['noracles'], 'oracle')} checked"
+        if not nunverifiable:
+            return f"source, replicas and target hold their digests; {oracles}"
+        return f"{_partly_text(nread, nunverifiable)}; the target holds its digests; {oracles}"
+    held = _partly_text(nread, nunverifiable) if nunverifiable else "every fragment read holds its digest"
     unread = report["unread_replica_nbytes"]
-    rest = f"; {size_text(unread)} of replicas were compared by digest alone" if unread else ""
-    return f"every fragment read holds its digest{rest}"
+    return held + (f"; {size_text(unread)} of replicas were compared by digest alone" if unread else "")
+
+
+def _partly_text(nread: int, nunverifiable: int) -> str:
+    """What holds of arrays some or all of which have no digests."""
+    if nread == nunverifiable:
+        return "the source has no digests, so its bytes could not be checked"
+    return f"{nread - nunverifiable} of {plural(nread, 'array')} read hold their digests, the others have none"
 
 
 def demo_text(report: Mapping[str, Any]) -> str:

@@ -5,14 +5,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from reshard_mpi.boxes import Ints
 from reshard_mpi.checkpoint.checks import box_text
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.errors import names, one_line, plural
-from reshard_mpi.plan.plan import Plan, shard_traffic, traffic
+from reshard_mpi.plan.plan import Plan, Traffic, shard_traffic, traffic
 from reshard_mpi.plan.prepare import Prepared
 from reshard_mpi.report import size_text, topology_text
 from reshard_mpi.show.drawing import Look, draw_legend, draw_tiling, rank_colours, tiling_inches
@@ -128,10 +125,10 @@ def _nbytes(like: Fragment) -> int:
     return math.prod(like.global_shape) * DTYPES[like.dtype].nbits // 8
 
 
-def _matrices(plan: Plan, nshards: tuple[int, int]) -> list[tuple[str, Ints, str, str]]:
+def _matrices(plan: Plan, nshards: tuple[int, int]) -> list[tuple[str, Traffic, str, str]]:
     """(title, bytes, what gives, what takes) of the matrices beside the tensors."""
     moved = traffic(plan)
-    sent = int(moved.sum() - np.trace(moved))
+    sent = int(moved.sent.sum())
     return [
         ("bytes by shard", shard_traffic(plan, nshards), "from source shard", "to target shard"),
         (f"bytes by MPI rank: {size_text(sent)} sent", moved, "read by rank", "written by rank (diagonal: not sent)"),

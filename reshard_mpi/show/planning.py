@@ -49,17 +49,20 @@ def refusals_of(
 
 
 def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str, Any]:
-    """What the plan says, as JSON values; bytes and ranks are of MPI ranks unless `shard` is in the name."""
+    """What the plan says, as JSON values; bytes and ranks are of MPI ranks unless `shard` is in the name.
+
+    `traffic_nbytes` has [from rank, to rank, bytes] of every pair that shares any.
+    """
     plan, case = prepared.plan, prepared.outgoing.case
     tensors = by_tensor(case.fragments)
     moved = traffic(plan)
-    away = moved.sum(axis=1) - np.diagonal(moved)
+    sent = moved.sent
     read, written = _read_nbytes(plan), np.bincount(plan.target.rank, plan.target.stored.boxes.volume, plan.nranks)
     ranks = [
         {
             "rank": rank,
             "read_nbytes": int(read[rank]),
-            "sent_nbytes": int(away[rank]),
+            "sent_nbytes": int(sent[rank]),
             "written_nbytes": int(written[rank]),
         }
         for rank in range(plan.nranks)
@@ -75,7 +78,7 @@ def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str
         "sent_nbytes": sum(rank["sent_nbytes"] for rank in ranks),
         "written_nbytes": sum(rank["written_nbytes"] for rank in ranks),
         "ranks": ranks,
-        "traffic_nbytes": moved.tolist(),
+        "traffic_nbytes": np.stack([moved.giver, moved.taker, moved.nbytes], axis=1).tolist(),
         "shards": _shards(prepared),
         "tensors": [tensor_facts(tensors[t], rules) for t, rules in sorted((case.topology.layout or {}).items())],
         "changes": changes.facts(),

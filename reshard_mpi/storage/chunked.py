@@ -51,10 +51,10 @@ def guarded(do: Callable[[], T], where: str, spans: "SpanFile | None" = None) ->
 
 
 class SpanFile(io.RawIOBase):
-    """A file of `nbytes` bytes, read by spans, as h5py wants files to be; `error` is what a read failed with."""
+    """The `nbytes` bytes of a file from `begin` on, as a file that is read by spans; `error` is what a read failed with."""
 
-    def __init__(self, read: ReadSpan, nbytes: int):
-        self._read, self._nbytes, self._position = read, nbytes, 0
+    def __init__(self, read: ReadSpan, nbytes: int, begin: int = 0):
+        self._read, self._nbytes, self._begin, self._position = read, nbytes, begin, 0
         self.error: ReshardError | None = None
 
     def readable(self) -> bool:
@@ -67,13 +67,16 @@ class SpanFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        return self._position
+        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        if position < 0:
+            raise ValueError("before the start")
+        self._position = position
+        return position
 
     def readinto(self, buffer: Any) -> int:
         into = memoryview(buffer).cast("B")[: max(self._nbytes - self._position, 0)]
         try:
-            self._read(self._position, into)
+            self._read(self._begin + self._position, into)
         except ReshardError as error:
             self.error = error
             raise
@@ -139,6 +142,10 @@ class ChunkedArray:
         if self.chunk is None:
             return min(max(MOST_ROWS_NBYTES // self.row_nbytes, 1), self.nrows)
         return min(self.chunk[self.axis], self.nrows)
+
+    @property
+    def is_checked(self) -> bool:
+        return False
 
     def open(self, read: ReadSpan, where: str) -> "OpenChunked":
         return OpenChunked(self, read)

@@ -171,12 +171,22 @@ def open_regular(folder: Path, name: str, flags: int) -> int:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise InputError(str(path), "is no regular file; expected a file that holds a shard")
-            if os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
+            if os.path.dirname(os.path.realpath(path)) not in _homes(folder):
                 raise InputError(str(path), "is a link out of the case folder; expected the file itself")
         except BaseException:
             os.close(fd)
             raise
     return fd
+
+
+def _homes(folder: Path) -> tuple[str, ...]:
+    """Where the files of a folder may lie: in it, or, of a snapshot in the cache of the Hugging Face hub, among its blobs.
+
+    `models--NAME/snapshots/REVISION/model.safetensors` is a link to `models--NAME/blobs/HASH`.
+    """
+    home = os.path.realpath(folder)
+    parent, name = os.path.split(os.path.dirname(home))
+    return (home, os.path.join(parent, "blobs")) if name == "snapshots" else (home,)
 
 
 def _copied(from_fd: int, fd: int, nbytes: int, from_offset: int, offset: int) -> int:

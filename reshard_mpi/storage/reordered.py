@@ -70,6 +70,10 @@ class ReorderedArray:
         low = (self.first + row) // self.band_nrows * self.band_nrows - self.first
         return max(low, 0), min(low + self.band_nrows, self.nrows)
 
+    @property
+    def is_checked(self) -> bool:
+        return False
+
     def open(self, read: ReadSpan, where: str) -> "OpenReordered":
         return OpenReordered(self, read)
 

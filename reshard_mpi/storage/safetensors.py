@@ -30,7 +30,7 @@ ALIGNMENT = 8  # of the first data byte
 class StoredArray:
     """One array of a file: the span [begin, begin + nbytes) holds its elements in row-major order.
 
-    `strided` says how its elements really lie, where they are no such span: then `begin` is where they are shown; so it is with
+    `shown` says how its elements really lie, where they are no such span: then `begin` is where they are shown; so it is with
     `order`, of an array whose rows are stored in another one, and with `cast`, of an array that is stored in another dtype.
     """
 
@@ -38,9 +38,14 @@ class StoredArray:
     shape: tuple[int, ...]
     begin: int
     nbytes: int
-    strided: ShownArray | None = None
+    shown: ShownArray | None = None
     order: ReorderedArray | None = None
     cast: CastArray | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Is it held against a checksum of its own wherever it is read, whether or not a digest is known?"""
+        return self.shown is not None and self.shown.is_checked
 
     @property
     def converted_nbytes(self) -> int:

@@ -10,7 +10,10 @@ ReadSpan = Callable[[int, memoryview], None]  # fills the view with the bytes of
 
 
 class ShownArray(Protocol):
-    """`begin`: the byte of the file at which it is shown; `held_nbytes`: of memory, while it is read."""
+    """`begin`: the byte of the file at which it is shown; `held_nbytes`: of memory, while it is read.
+
+    `is_checked`: is it held against a checksum of its own wherever it is read?
+    """
 
     @property
     def begin(self) -> int: ...
@@ -20,6 +23,9 @@ class ShownArray(Protocol):
 
     @property
     def held_nbytes(self) -> int: ...
+
+    @property
+    def is_checked(self) -> bool: ...
 
     def open(self, read: ReadSpan, where: str) -> "OpenArray": ...
 

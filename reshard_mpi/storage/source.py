@@ -11,7 +11,7 @@ import msgspec
 
 from reshard_mpi.checkpoint.checks import SHARD_NAME, Findings, check_case, check_described, name_of
 from reshard_mpi.checkpoint.manifest import CASE_FILE, Case, Fragment, ParsedCase, parse_case
-from reshard_mpi.checkpoint.mesh import MOST_RANKS
+from reshard_mpi.checkpoint.mesh import MOST_RANKS, shard_name
 from reshard_mpi.checkpoint.wanted import History, Operated
 from reshard_mpi.errors import (
     InputError,
@@ -66,18 +66,19 @@ class Source:
         if self.is_described:
             return []
         named = {f.payload_file for f in self.case.fragments if SHARD_NAME.fullmatch(f.payload_file)}
-        numbers = {name.split(".")[0] for name in named}
+        known = {name.split(".")[0] for name in named}
         ranks = range(self.case.world_size) if self.case.world_size <= MOST_RANKS else ()
-        unnamed = {f"rank-{rank:05d}" for rank in ranks} - numbers
-        is_hdf5 = all(name.endswith(".h5") for name in named) and (named or (self.folder / "rank-00000.h5").exists())
-        suffix = "h5" if is_hdf5 else "safetensors"
-        return sorted(named | {f"{name}.{suffix}" for name in unnamed})
+        is_hdf5 = all(name.endswith(".h5") for name in named) and (
+            named or (self.folder / shard_name(0, "h5")).exists()
+        )
+        every = (shard_name(rank, "h5" if is_hdf5 else "safetensors") for rank in ranks)
+        return sorted(named | {name for name in every if name.split(".")[0] not in known})
 
     @property
     def held_nbytes(self) -> int:
         """Of memory, at most, for an array that is no span of its file: by who reads and by who copies."""
         arrays = (array for of_file in self.headers.values() for array in of_file.values())
-        shown = (one for array in arrays for one in (array.strided, array.order) if one)
+        shown = (one for array in arrays for one in (array.shown, array.order) if one)
         return 2 * max((one.held_nbytes for one in shown), default=0)
 
     def raise_first(self) -> None:

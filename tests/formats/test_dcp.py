@@ -10,7 +10,7 @@ import pytest
 from reshard_mpi.errors import InputError, ReshardError
 from reshard_mpi.formats.dcp import describe_dcp
 from tests.formats.contents import arrays_of
-from tests.jobs.outcome import assert_refused
+from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi, run_python_mpi, tail
 
 torch = pytest.importorskip("torch")
@@ -142,6 +142,21 @@ def test_a_flipped_byte_is_found_by_its_checksum(fqn, tmp_path):
             done, 4, "CRC-32"
         )
     assert_refused(run_mpi(2, "verify", tmp_path / "saved"), 4, file.name)
+
+
+@pytest.mark.parametrize("tensor", [torch.conj(torch.tensor([1 + 2j, 3 - 4j])), torch._neg_view(torch.ones(3))])
+def test_a_tensor_that_torch_would_change_on_loading_is_refused(tensor, tmp_path):
+    """The archive holds what the tensor was before, and a flag."""
+    checkpoint.save({"a": tensor}, checkpoint_id=tmp_path / "lazy", no_dist=True)
+    checkpoint.save({"a": tensor.resolve_conj().resolve_neg()}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    with pytest.raises(InputError, match="tensor a: is stored before it was conjugated or negated"):
+        describe_dcp(tmp_path / "lazy")
+    describe_dcp(tmp_path / "plain")
+
+
+def test_a_summary_says_that_views_are_held_against_their_checksums_too(saved, tmp_path):
+    done = run_mpi(2, "reshard", saved, tmp_path / "out")
+    assert "verified (source): every fragment read holds its digest" in assert_done(done)
 
 
 def test_a_file_that_is_missing_or_cut_short_is_named(saved, tmp_path):

@@ -137,6 +137,22 @@ def test_shards_that_h5py_wrote_become_what_the_same_safetensors_become(mode, nr
     assert files_of(tmp_path / "out") == files_of(tmp_path / "expected")
 
 
+def test_what_is_compressed_is_verified_by_digests_or_not_at_all(case, tmp_path):
+    source = as_hdf5(Path(case.folder), tmp_path / "case", LAYOUTS["gzipped"])
+    found = manifest_of(source)
+    nfragments = len(found["fragments"])
+    assert f", {nfragments} digests and " in (told := assert_done(run_mpi(2, "verify", source)))
+    assert ", 0 fragments unverifiable, 0 faults" in told
+    for fragment in found["fragments"]:
+        fragment["fragment_digest"] = None
+    found |= {"expected_manifest_digest": None, "oracle_file": None, "oracles": []}
+    (source / "case.json").write_text(json.dumps(found))
+    told = assert_done(run_mpi(2, "verify", source))
+    assert ", 0 digests and " in told and f", {nfragments} fragments unverifiable, 0 faults" in told
+    told = assert_done(run_mpi(2, "reshard", source, tmp_path / "out"))
+    assert told.rstrip().endswith("the source has no digests, so its bytes could not be checked")
+
+
 def test_chunks_of_a_large_array_are_read_in_little_memory(tmp_path):
     """16 MiB in rows of chunks of 64 KiB, in 1 MiB: buffers, bands, and what is held as it is stored."""
     assert_done(run_alone("sample", tmp_path / "case", "--size", "16M", "--tp", "2", "--dtype", "float32"))
@@ -386,7 +402,7 @@ def test_damage_anywhere_ends_in_an_error_or_in_arrays_of_the_file(seed, plain, 
     headers, faults = read_headers(copy, [path.name])
     assert all(isinstance(fault, ReshardError) for fault in faults)
     arrays = headers.get(path.name, {}).values()
-    assert all(a.strided or a.begin + a.nbytes <= len(content) for a in arrays)
+    assert all(a.shown or a.begin + a.nbytes <= len(content) for a in arrays)
 
 
 def heap_of(content: bytes) -> int:

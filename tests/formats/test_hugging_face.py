@@ -9,7 +9,7 @@ import pytest
 
 from tests.formats.contents import arrays_of
 from tests.formats.test_dcp import assert_holds, written
-from tests.jobs.outcome import assert_refused
+from tests.jobs.outcome import assert_done, assert_refused, run_alone
 from tests.mpirun import run_mpi, tail
 
 torch = pytest.importorskip("torch")
@@ -96,6 +96,7 @@ def test_the_same_bytes_whatever_the_ranks_and_the_memory(tmp_path):
         ("no index", lambda f: (f / "model.safetensors.index.json").write_text("{}"), 3, "weight_map"),
         ("a path", lambda f: rewrite(f, "../x"), 3, "paths"),
         ("a tensor in no file", lambda f: rewrite(f, None), 3, "lacks tensors"),
+        ("two models", lambda f: shutil.copy(sorted(f.glob("model-*"))[1], f / "model.safetensors"), 3, "two models"),
         (
             "twice",
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b", "a": "c"}}'),
@@ -108,6 +109,45 @@ def test_a_damaged_folder_is_refused(why, change, exit_code, word, tmp_path):
     model_of("dense").save_pretrained(tmp_path / "model", max_shard_size="60KB")
     change(tmp_path / "model")
     assert_refused(run_mpi(2, "reshard", tmp_path / "model", tmp_path / "out"), exit_code, word, out=tmp_path / "out")
+
+
+def test_what_the_index_does_not_name_is_left_out_with_a_word(tmp_path):
+    model_of("dense").save_pretrained(tmp_path / "model", max_shard_size="60KB")
+    path = tmp_path / "model" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    done = run_mpi(2, "reshard", tmp_path / "model", tmp_path / "out")
+    assert "verified (source): the source has no digests, so its bytes could not be checked" in assert_done(done)
+    assert "1 tensor in its files that it doesn't name" in done.stderr and "model.norm.weight" in done.stderr
+    assert "model.norm.weight" not in arrays_of(tmp_path / "out" / "rank-00000.safetensors")
+
+
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_and_no_other_link(tmp_path):
+    """There the files are links to blobs, which are named by their hashes."""
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    model_of("dense").save_pretrained(snapshot)
+    blobs.mkdir()
+    (snapshot / "model.safetensors").rename(blobs / "4567")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/4567")
+    assert_done(run_mpi(2, "reshard", snapshot, tmp_path / "out"))
+    assert arrays_of(tmp_path / "out" / "rank-00000.safetensors") == arrays_of(blobs / "4567")
+    (snapshot.parent.parent / "snapshots").rename(tmp_path / "models--a--b" / "others")
+    others = tmp_path / "models--a--b" / "others" / "0123"
+    assert_refused(run_mpi(2, "reshard", others, tmp_path / "no"), 3, "is a link out of the")
+    (blobs / "4567").rename(tmp_path / "4567")
+    (others / "model.safetensors").unlink()
+    (others / "model.safetensors").symlink_to(tmp_path / "4567")
+    others.parent.rename(snapshot.parent)
+    assert_refused(run_mpi(2, "reshard", snapshot, tmp_path / "no"), 3, "is a link out of the")
+
+
+def test_of_two_formats_in_one_folder_the_one_that_is_read_is_told(tmp_path):
+    model_of("dense").save_pretrained(tmp_path / "model")
+    torch.distributed.checkpoint.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "model", no_dist=True)
+    done = run_alone("inspect", tmp_path / "model")
+    assert "1 tensor, " in assert_done(done)
+    assert "is read as PyTorch DCP; it holds a Hugging Face model too, left out" in done.stderr
 
 
 def cut(path: Path) -> None:
@@ -130,6 +170,7 @@ def rewrite(folder: Path, file: str | None) -> None:
         (("--format", "hf", "--target", "dp=2"), 2, "whole tensors"),
         (("--format", "hf", "--hf-assets", "/nowhere"), 5, "nowhere"),
         (("--format", "hf", "--max-shard-size", "5Gi"), 2, "5GB"),
+        (("--format", "hf", "--max-shard-size", "0.5"), 2, "5GB"),
         (("--hf-assets", "/tmp"), 2, "--format hf"),
     ],
 )

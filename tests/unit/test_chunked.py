@@ -91,11 +91,11 @@ def test_a_file_shows_them_behind_its_end_one_after_the_other(tmp_path):
     headers, faults = read_headers(tmp_path, ["f.h5"])
     assert not faults
     arrays = headers["f.h5"]
-    assert arrays["span"].strided is None
-    shown = sorted((array for array in arrays.values() if array.strided), key=lambda array: array.begin)
+    assert arrays["span"].shown is None
+    shown = sorted((array for array in arrays.values() if array.shown), key=lambda array: array.begin)
     assert [array.begin - (tmp_path / "f.h5").stat().st_size for array in shown] == [0, a.nbytes]
     with Files(tmp_path) as files:
-        files.show("f.h5", [array.strided for array in shown])
+        files.show("f.h5", [array.shown for array in shown])
         both = bytearray(2 * a.nbytes)
         files.read("f.h5", shown[0].begin, memoryview(both))
         assert bytes(both) == a.tobytes() + a[::-1].tobytes()

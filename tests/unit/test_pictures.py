@@ -194,8 +194,8 @@ def test_the_matrices_are_the_traffic_of_the_plan(llama):
     figure = plan_picture(llama, prepared)
     squares = matrices(figure)
     shards, ranks = (square.filled(0) for square in squares)
-    assert np.array_equal(ranks, traffic(prepared.plan))
-    assert np.array_equal(shards, shard_traffic(prepared.plan, (4, 4)))
+    assert np.array_equal(ranks, traffic(prepared.plan).matrix())
+    assert np.array_equal(shards, shard_traffic(prepared.plan, (4, 4)).matrix())
     assert ranks.sum() - np.trace(ranks) > 0
 
 
@@ -203,7 +203,7 @@ def test_what_comes_from_shards_is_what_the_target_shards_hold():
     source = load_alone(UNEVEN)
     for nranks, writers in ((1, "owner"), (2, "shared"), (5, "shared")):
         prepared = prepared_of(source, "tp=2", nranks=nranks, writers=writers)
-        moved = shard_traffic(prepared.plan, (3, 2))
+        moved = shard_traffic(prepared.plan, (3, 2)).matrix()
         held = [file.nbytes - len(file.head) for file in prepared.target_files]
         assert moved.shape == (3, 2) and moved.sum(axis=0).tolist() == held
 
@@ -215,7 +215,20 @@ def test_a_matrix_of_very_many_ranks_keeps_all_bytes(llama):
         axes.images[0].get_array() for axes in figure.axes if axes.images and axes.images[0].get_array().ndim == 2
     ]
     assert squares[1].shape == (100, 100)
-    assert squares[1].sum() == traffic(prepared.plan).sum()
+    assert squares[1].sum() == traffic(prepared.plan).nbytes.sum()
+
+
+def test_a_cut_into_1024_is_seen(llama):
+    """White lines would cover such tiles, and a matrix with 4 rows as long as its 1024 columns would be a line."""
+    figure = plan_picture(llama, prepared_of(llama, "fsdp=1024"))
+    finest = max(drawn(figure, "tiles"), key=lambda found: len(found.get_paths()))
+    assert len(finest.get_paths()) > 100 and not np.any(finest.get_linewidths())
+    coarse = drawn(figure, "tiles")[0]
+    assert np.all(np.array(coarse.get_linewidths()) >= 0.1)
+    shards = next(axes for axes in figure.axes if axes.get_ylabel() == "from source shard")
+    assert shards.images[0].get_array().shape == (4, 128)
+    assert shards.get_position().height * figure.get_figheight() > 1
+    assert [label.get_text() for label in shards.get_yticklabels()] == ["0", "1", "2", "3"]
 
 
 # Files

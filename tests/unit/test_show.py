@@ -119,6 +119,8 @@ def report(verify="source", **changes) -> dict:
         "nrounds": 3,
         "verify": verify,
         "unread_replica_nbytes": 0,
+        "narrays_read": 12,
+        "narrays_unverifiable": 0,
         "continued_nbytes": 0,
         "noracles": 1,
         "seconds": 1.5,
@@ -157,6 +159,13 @@ def test_a_job_that_went_on_says_where():
         ("source", {"unread_replica_nbytes": 2048}, "; 2.0 KiB of replicas were compared by digest alone"),
         ("full", {}, "source, replicas and target hold their digests; 1 oracle checked"),
         ("full", {"noracles": 2}, "2 oracles checked"),
+        ("source", {"narrays_unverifiable": 12}, "the source has no digests, so its bytes could not be checked"),
+        ("source", {"narrays_unverifiable": 5}, "7 of 12 arrays read hold their digests, the others have none"),
+        (
+            "full",
+            {"narrays_unverifiable": 12},
+            "the source has no digests, so its bytes could not be checked; the target holds its digests; 1 oracle checked",
+        ),
     ],
 )
 def test_a_summary_says_what_was_verified(verify, changes, told):
