@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard_mpi.run.journal import JOURNAL
 from tests.mpirun import CHECKOUT, job_environ, require_mpi, tail
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
@@ -31,6 +32,8 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 CONFIGURATION = """
 ClusterName=private
+# MPICH names memory in /dev/shm by job and step, and waits for ever where an earlier job of that name was killed in MPI_Init.
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
@@ -111,7 +114,8 @@ class Cluster:
             ports = [free.getsockname()[1] for free in sockets]
         host = socket.gethostname().partition(".")[0]
         user = self._run("id", "--user", "--name").strip()
-        configuration = CONFIGURATION.format(host=host, ports=ports, user=user, folder=self.folder)
+        first_job = 1 + secrets.randbelow(1 << 25)
+        configuration = CONFIGURATION.format(host=host, ports=ports, user=user, folder=self.folder, first_job=first_job)
         (self.folder / "slurm.conf").write_text(configuration)
         (self.folder / "key-file").write_bytes(secrets.token_bytes(1024))
         (self.folder / "key-file").chmod(0o400)
@@ -224,26 +228,31 @@ class Job:
         wait_for(lambda: self.shown("JobState") in states, self.explain, within_s)
         return self.shown("JobState")
 
-    def wait_until_writing(self, partial: Path) -> None:
-        """The job has begun to fill the files of `partial`."""
-        self.wait_for_state("RUNNING", *ENDED)
-        wait_for(lambda: self.shown("JobState") in ENDED or any(map(_is_filled, partial.glob("rank-*"))), self.explain)
+    def wait_until_noted(self, partial: Path) -> None:
+        """The job runs, and has noted in the journal of OUT.partial that something is done."""
+        journal = partial / JOURNAL
+        before = journal.read_bytes() if journal.exists() else b""
+
+        def is_noted() -> bool:
+            now = journal.read_bytes() if journal.exists() else b""
+            return now != before and now.count(b"\n") > 1
+
+        wait_for(lambda: self.shown("JobState") in ENDED or is_noted(), self.explain)
         assert self.shown("JobState") == "RUNNING", self.explain()
 
     def wait_for_requeue(self, restarts: int) -> None:
-        """It is queued for the `restarts`-th time, and starts as soon as may be: Slurm would have it wait two minutes."""
+        """It runs for the `restarts`-th time again, as soon as may be: Slurm would have it wait for two minutes."""
+        wait_for(lambda: self.shown("Restarts") == str(restarts), self.explain)
 
-        def is_queued() -> bool:
-            return self.shown("Restarts") == str(restarts) and self.shown("JobState") != "COMPLETING"
-
-        wait_for(is_queued, self.explain)
-
-        def is_hurried() -> bool:  # refused until all of its last run has ended
+        def is_accepted() -> bool:  # not before all of its last run has ended
             with contextlib.suppress(AssertionError):
-                self.cluster.update(f"JobId={self.number}", "StartTime=now")
-            return self.shown("JobState") in ("RUNNING", *ENDED)
+                # Were it within the same second, its credential would count as that of the last run, which is void.
+                self.cluster.update(f"JobId={self.number}", "StartTime=now+2seconds")
+                return True
+            return False
 
-        wait_for(is_hurried, self.explain)
+        wait_for(is_accepted, self.explain)
+        self.wait_for_state("RUNNING", *ENDED)
 
     def signal_batch_shell(self) -> None:
         """What Slurm does some time before the limit."""
@@ -263,14 +272,6 @@ class Job:
                 if is_rank and wanted <= set(variables) and any(v.startswith(b"SLURM_PROCID=") for v in variables):
                     found.append(int(environ.parent.name))
         return found
-
-
-def _is_filled(shard: Path) -> bool:
-    """There is more in it than a header."""
-    with contextlib.suppress(FileNotFoundError), open(shard, "rb") as opened:
-        opened.seek(1 << 16)
-        return any(opened.read())
-    return False
 
 
 def _stat(pid: int) -> list[str]:

@@ -10,17 +10,17 @@ from tests.mpirun import CHECKOUT, DEBIAN
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.outcome import TARGET, assert_done
 
-# Where it is first on PYTHONPATH, every call that reads takes its time: a job that would be over at once lasts for minutes.
+# Where it is first on PYTHONPATH, every call that reads takes its time: a job that would be over at once lasts for more than a minute.
 SLOWLY = """
 import os, time
 def slowly(function):
     def slow(*arguments):
-        time.sleep(0.3)
+        time.sleep(1)
         return function(*arguments)
     return slow
 os.preadv = slowly(os.preadv)
 """
-IN_ROUNDS = ("--memory", "1M")
+IN_ROUNDS = ("--memory", "480K", "--journal-every", "0")  # about 100, each noted
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
 # Debian's Open MPI would take two nodes on one host for one, with one folder for the memory that ranks share.
 BETWEEN_NODES = {"OMPI_MCA_btl": "self,tcp"}
@@ -28,7 +28,7 @@ BETWEEN_NODES = {"OMPI_MCA_btl": "self,tcp"}
 
 @pytest.fixture
 def slow_runs(tmp_path):
-    """`slow_runs(n)`: the environment of a job whose first n runs would last for minutes."""
+    """`slow_runs(n)`: the environment of a job whose first n runs would last for more than a minute."""
 
     def environment(nruns: int) -> dict[str, str]:
         (tmp_path / "slowly").mkdir()
@@ -97,7 +97,7 @@ def test_a_job_that_runs_out_of_time_twice_goes_on_each_time(cluster, sample, ex
     options = ("--ntasks=4",)
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", mpi=mpi, options=options, env=slow_runs(2))
     for restarts in (1, 2):
-        job.wait_until_writing(tmp_path / "out.partial")
+        job.wait_until_noted(tmp_path / "out.partial")
         job.signal_batch_shell()
         job.wait_for_requeue(restarts)
         assert not out.exists()
@@ -112,7 +112,7 @@ def test_it_is_requeued_no_more_often_than_allowed(cluster, sample, expected, tm
     arguments = (sample, out, *TARGET, *IN_ROUNDS)
     env = {**slow_runs(1), "RESHARD_MAX_RESTARTS": "0"}
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", options=("--ntasks=4",), env=env)
-    job.wait_until_writing(tmp_path / "out.partial")
+    job.wait_until_noted(tmp_path / "out.partial")
     job.signal_batch_shell()
     assert job.wait_for_state() == "FAILED", job.explain()
     assert (job.shown("ExitCode"), job.shown("Restarts")) == ("75:0", "0"), job.explain()
@@ -124,7 +124,7 @@ def test_a_cancelled_job_leaves_what_another_one_goes_on_from(cluster, sample, e
     out = tmp_path / "out"
     arguments = (sample, out, *TARGET, *IN_ROUNDS)
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", options=("--ntasks=4",), env=slow_runs(1))
-    job.wait_until_writing(tmp_path / "out.partial")
+    job.wait_until_noted(tmp_path / "out.partial")
     job.cancel()
     assert job.wait_for_state() == "CANCELLED", job.explain()
     assert not out.exists()
@@ -144,9 +144,9 @@ def assert_continued_by_another(
 def test_a_node_that_dies_costs_what_was_done_since_the_last_note(cluster, sample, expected, tmp_path, slow_runs):
     """Slurm requeues the job by itself, as the script lets it."""
     out = tmp_path / "out"
-    arguments = (sample, out, *TARGET, *IN_ROUNDS, "--journal-every", "0")
+    arguments = (sample, out, *TARGET, *IN_ROUNDS)
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", options=TWO_NODES, env=slow_runs(1))
-    job.wait_until_writing(tmp_path / "out.partial")
+    job.wait_until_noted(tmp_path / "out.partial")
     cluster.fail_node("n2", job)
     try:
         job.wait_for_state("PENDING")
@@ -164,7 +164,7 @@ def test_the_limit_itself_stops_and_requeues(cluster, sample, expected, tmp_path
     options = ("--ntasks=4", "--time=1", "--signal=B:USR1@50")
     arguments = (sample, out, *TARGET, *IN_ROUNDS)
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", options=options, env=slow_runs(1))
-    job.wait_until_writing(tmp_path / "out.partial")
+    job.wait_until_noted(tmp_path / "out.partial")
     job.wait_for_requeue(1)
     assert_done(job, out, expected)
     assert "continued: " in job.said()
