@@ -58,7 +58,8 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
-KillWait=5
+KillWait=10
+SchedulerParameters=batch_sched_delay=0
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
@@ -240,9 +241,18 @@ class Job:
         wait_for(lambda: self.shown("JobState") in ENDED or is_noted(), self.explain)
         assert self.shown("JobState") == "RUNNING", self.explain()
 
-    def wait_for_requeue(self, restarts: int) -> None:
-        """It runs for the `restarts`-th time again, as soon as may be: Slurm would have it wait for two minutes."""
+    def wait_for_restart(self, restarts: int) -> None:
+        """It has been requeued that often, and runs again."""
         wait_for(lambda: self.shown("Restarts") == str(restarts), self.explain)
+        self._hurry()
+
+    def hurry_to_the_end(self) -> None:
+        """However often it is requeued."""
+        while self.wait_for_state("PENDING", *ENDED) == "PENDING":
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Return when a requeued job runs; Slurm by itself would have it wait for two minutes."""
 
         def is_accepted() -> bool:  # not before all of its last run has ended
             with contextlib.suppress(AssertionError):

@@ -10,17 +10,17 @@ from tests.mpirun import CHECKOUT, DEBIAN
 from tests.slurm.cluster import Cluster, Job
 from tests.slurm.outcome import TARGET, assert_done
 
-# Where it is first on PYTHONPATH, every call that reads takes its time: a job that would be over at once lasts for more than a minute.
+# Where it is first on PYTHONPATH, every call that reads takes its time, and a job that would be over at once a minute.
 SLOWLY = """
 import os, time
 def slowly(function):
     def slow(*arguments):
-        time.sleep(1)
+        time.sleep(1.5)
         return function(*arguments)
     return slow
 os.preadv = slowly(os.preadv)
 """
-IN_ROUNDS = ("--memory", "480K", "--journal-every", "0")  # about 100, each noted
+IN_ROUNDS = ("--memory", "1M", "--journal-every", "0")  # about 50, each noted
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=2")
 # Debian's Open MPI would take two nodes on one host for one, with one folder for the memory that ranks share.
 BETWEEN_NODES = {"OMPI_MCA_btl": "self,tcp"}
@@ -28,7 +28,7 @@ BETWEEN_NODES = {"OMPI_MCA_btl": "self,tcp"}
 
 @pytest.fixture
 def slow_runs(tmp_path):
-    """`slow_runs(n)`: the environment of a job whose first n runs would last for more than a minute."""
+    """`slow_runs(n)`: the environment of a job whose first n runs would last for a minute."""
 
     def environment(nruns: int) -> dict[str, str]:
         (tmp_path / "slowly").mkdir()
@@ -99,7 +99,7 @@ def test_a_job_that_runs_out_of_time_twice_goes_on_each_time(cluster, sample, ex
     for restarts in (1, 2):
         job.wait_until_noted(tmp_path / "out.partial")
         job.signal_batch_shell()
-        job.wait_for_requeue(restarts)
+        job.wait_for_restart(restarts)
         assert not out.exists()
     assert_done(job, out, expected)
     assert re.findall(r"requeued \(restart (\d+)\)", job.said()) == ["1", "2"]
@@ -153,7 +153,7 @@ def test_a_node_that_dies_costs_what_was_done_since_the_last_note(cluster, sampl
         assert not out.exists()
     finally:
         cluster.start_node("n2")
-    job.wait_for_requeue(1)
+    job.wait_for_restart(1)
     assert_done(job, out, expected)
     assert "continued: " in job.said()
 
@@ -164,7 +164,8 @@ def test_the_limit_itself_stops_and_requeues(cluster, sample, expected, tmp_path
     options = ("--ntasks=4", "--time=1", "--signal=B:USR1@50")
     arguments = (sample, out, *TARGET, *IN_ROUNDS)
     job = cluster.submit("reshard.sbatch", *arguments, log=tmp_path / "log", options=options, env=slow_runs(1))
-    job.wait_until_noted(tmp_path / "out.partial")
-    job.wait_for_requeue(1)
+    job.wait_for_restart(1)
+    assert not out.exists()
+    job.hurry_to_the_end()
     assert_done(job, out, expected)
     assert "continued: " in job.said()
