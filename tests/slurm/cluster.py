@@ -59,7 +59,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
 KillWait=10
-SchedulerParameters=batch_sched_delay=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
@@ -82,7 +82,7 @@ def wait_for(what: Callable[[], bool], explain: Callable[[], str] = str, within_
     deadline = time.monotonic() + within_s
     while not what():
         assert time.monotonic() < deadline, f"not within {within_s:g} s\n{explain()}"
-        time.sleep(0.1)
+        time.sleep(0.2)
 
 
 class Cluster:
@@ -254,7 +254,9 @@ class Job:
     def _hurry(self) -> None:
         """Return when a requeued job runs; Slurm by itself would have it wait for two minutes."""
 
-        def is_accepted() -> bool:  # not before all of its last run has ended
+        def is_accepted() -> bool:
+            if any(self.cluster.folder.glob(f"spool.*/*_{self.number}.*")):
+                return False  # sockets of its last run, which have the names that those of the next will have
             with contextlib.suppress(AssertionError):
                 # Were it within the same second, its credential would count as that of the last run, which is void.
                 self.cluster.update(f"JobId={self.number}", "StartTime=now+2seconds")
