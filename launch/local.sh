@@ -7,6 +7,7 @@
 # env.sh says where python and mpirun come from. Without -n: as many ranks as cores.
 set -eu
 
+# shellcheck source=launch/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 nranks=$(nproc)
