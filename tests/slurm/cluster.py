@@ -191,6 +191,10 @@ class Cluster:
         for pid in self._processes():
             os.kill(pid, signal.SIGKILL)
 
+    def looks_after_jobs(self) -> bool:
+        """Some slurmstepd is there."""
+        return any(_name(pid) == "slurmstepd" for pid in self._processes())
+
     def _processes(self) -> list[int]:
         """Daemons are in the cluster's folder, and so is what they start to look after a job."""
         found = []
@@ -255,8 +259,8 @@ class Job:
         """Return when a requeued job runs; Slurm by itself would have it wait for two minutes."""
 
         def is_accepted() -> bool:
-            if any(self.cluster.folder.glob(f"spool.*/*_{self.number}.*")):
-                return False  # sockets of its last run, which have the names that those of the next will have
+            if self.cluster.looks_after_jobs():
+                return False  # of the same name as the next run: their sockets would be one
             with contextlib.suppress(AssertionError):
                 # Were it within the same second, its credential would count as that of the last run, which is void.
                 self.cluster.update(f"JobId={self.number}", "StartTime=now+2seconds")
@@ -293,6 +297,12 @@ def _stat(pid: int) -> list[str]:
 
 def _parent(pid: int) -> int:
     return int(_stat(pid)[1])
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip() if _is_alive(pid) else ""
+    return ""
 
 
 def _is_alive(pid: int) -> bool:
