@@ -1,4 +1,4 @@
-"""One Slurm for all tests here, and what they reshard."""
+"""A Slurm for the tests here, one a worker of xdist, and what they reshard."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.xdist_group("slurm"))  # on one worker: one Slurm
 
 
 @pytest.fixture(scope="session")
