@@ -4,17 +4,11 @@
 #   launch/local.sh -n 4                                     the built-in sample
 #   launch/local.sh -n 4 reshard SOURCE OUT --target tp=4    one's own checkpoint
 #
-# Takes the active virtual environment, else .venv of this checkout (`make venv`), else what is on PATH.
-# Without -n: as many ranks as cores.
+# env.sh says where python and mpirun come from. Without -n: as many ranks as cores.
 set -eu
 
-checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-for environment in "${VIRTUAL_ENV-}" "$checkout/.venv"; do
-    if [ -x "$environment/bin/python" ]; then
-        PATH=$environment/bin:$PATH
-        break
-    fi
-done
+# shellcheck source=launch/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 nranks=$(nproc)
 if [ "${1-}" = -n ]; then

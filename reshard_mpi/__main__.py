@@ -20,7 +20,7 @@ from reshard_mpi.errors import Interrupted, ReshardError, expected_error
 from reshard_mpi.launcher import Launch, check_world, find_launch
 
 BUG = 70
-SECONDS_FOR_RANK_0 = 2.0
+SECONDS_UNAGREED = 2.0
 
 
 def main() -> NoReturn:
@@ -42,14 +42,18 @@ def _options(launch: Launch) -> argparse.Namespace:
     except ReshardError as error:
         if not launch.rank:
             tell(error)
-        _leave_after_rank_0(launch)
+        _leave_unagreed(launch)
         sys.exit(error.exit_code)
 
 
-def _leave_after_rank_0(launch: Launch) -> None:
-    """Open MPI kills the others as soon as one rank leaves with an error: rank 0 must have said why."""
-    if launch.rank:
-        time.sleep(SECONDS_FOR_RANK_0)
+def _leave_unagreed(launch: Launch) -> None:
+    """Before ranks without MPI leave with an error: wait until rank 0 has said why, and all have come this far.
+
+    srun and mpirun send SIGTERM to the others as soon as one rank leaves with an error, which must not become their exit code.
+    """
+    if launch.nranks > 1:
+        stop.listen()
+        time.sleep(SECONDS_UNAGREED)
 
 
 def _run_alone(options: argparse.Namespace) -> int:
@@ -80,7 +84,7 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
                 f"mpi4py: found no MPI library to run on ({reason}); load the MPI of your cluster, or install the extra "
                 "mpich of reshard_mpi"
             )
-        _leave_after_rank_0(launch)
+        _leave_unagreed(launch)
         return BUG
     from reshard_mpi.mpi.stall import end_job, watch
 
@@ -97,6 +101,8 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
     except ReshardError as error:
         if not comm.rank and not launch.rank:
             tell(error)
+        if comm.size < launch.nranks:
+            _leave_unagreed(launch)
         return error.exit_code
     except BaseException as error:
         told = expected_error(error)  # where the ranks had no agreement ahead

