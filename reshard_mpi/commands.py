@@ -86,7 +86,8 @@ def _say_json(facts: object) -> None:
 
 def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.mpi.comm import on_root
-    from reshard_mpi.run.job import Job, reshard
+    from reshard_mpi.run.job import reshard
+    from reshard_mpi.run.wanted import Job
 
     job = Job(
         source=options.source,
@@ -134,7 +135,8 @@ def _check_report(options: argparse.Namespace) -> None:
 
 def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
     from reshard_mpi.mpi.comm import on_root
-    from reshard_mpi.run.job import Job, reshard
+    from reshard_mpi.run.job import reshard
+    from reshard_mpi.run.wanted import Job
 
     def replaceable() -> None:
         if os.path.lexists(SAMPLE_OUT) and _case_id(SAMPLE_OUT) != SAMPLE_CASE:

@@ -26,9 +26,8 @@ from reshard_mpi.formats.pickles import METADATA_NAMES, TENSOR_NAMES, Dtype, Rec
 from reshard_mpi.storage.chunked import SpanFile, read_descriptor
 from reshard_mpi.storage.digests import crc32_name
 from reshard_mpi.storage.entries import Entry
-from reshard_mpi.storage.files import open_regular
+from reshard_mpi.storage.files import open_regular, read_text
 from reshard_mpi.storage.safetensors import StoredArray
-from reshard_mpi.storage.source import read_text
 from reshard_mpi.storage.strided import StridedArray
 
 T = TypeVar("T")

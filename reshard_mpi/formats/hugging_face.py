@@ -17,9 +17,8 @@ from typing import Any
 from reshard_mpi.checkpoint.manifest import sha256_name, strict_json
 from reshard_mpi.errors import InputError, names, plural, raise_first
 from reshard_mpi.formats.described import Described, Piece, case_of
-from reshard_mpi.storage.files import open_regular
+from reshard_mpi.storage.files import open_regular, read_text
 from reshard_mpi.storage.safetensors import StoredArray, read_header, read_metadata
-from reshard_mpi.storage.source import read_text
 
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import InputError, StorageError, names
-from reshard_mpi.storage.source import read_text
+from reshard_mpi.storage.files import read_text
 
 NAME_FILE = "latest"
 ITERATION_FILE = "latest_checkpointed_iteration.txt"

@@ -126,8 +126,7 @@ def changed_source(source: Source, selection: Selection) -> tuple[Source, Change
 
 def round_nbytes_for(source: Source, changes: Changes, memory_nbytes: int) -> int:
     """Bytes of a round of this job; PlanningError when `memory_nbytes` is too little."""
-    # held by what reads and by what copies
-    return round_nbytes_of(memory_nbytes, 2 * source.held_nbytes, bool(changes.cast))
+    return round_nbytes_of(memory_nbytes, source.held_nbytes, bool(changes.cast))
 
 
 @no_garbage_collection()

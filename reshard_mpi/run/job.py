@@ -3,16 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 
 from reshard_mpi import stop
-from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.checkpoint.template import ShardTemplate
-from reshard_mpi.checkpoint.wanted import CastRule, RenameRule
 from reshard_mpi.errors import IntegrityError, first_to_tell
 from reshard_mpi.mpi.comm import ROOT, agreed, broadcast_arrays, gather_all, on_root, raise_together
 from reshard_mpi.mpi.load import load_together
@@ -20,6 +16,7 @@ from reshard_mpi.plan.plan import plan_arrays, plan_from_arrays
 from reshard_mpi.report import Progress
 from reshard_mpi.run.lock import SharedLock
 from reshard_mpi.run.move import Names, move_rounds
+from reshard_mpi.run.wanted import Job
 from reshard_mpi.storage.files import check_file, create_file, is_on_nfs, sync_folder
 
 if TYPE_CHECKING:
@@ -27,39 +24,6 @@ if TYPE_CHECKING:
     from reshard_mpi.run.lead import Lead
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the user asked for. `memory_nbytes` bounds the buffers of a rank; `verify` is none, source or full."""
-
-    source: Path
-    out: Path
-    target: Mesh | None
-    memory_nbytes: int
-    writers: str = "auto"
-    verify: str = "source"
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    rename: tuple[RenameRule | Path, ...] = ()  # rules, and files of rules
-    cast: tuple[CastRule, ...] = ()
-    cast_except: tuple[str, ...] = ()
-    layout: str | None = None  # a preset, or a file
-    layout_values: tuple[tuple[str, int], ...] = ()  # numbers that its rules name
-    format: str = "safetensors"  # or hdf5, hf
-    most_file_nbytes: int = 5 * 10**9  # of a file of hf
-    assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
-    keep_bytes: bool = False  # what of DCP is no tensor
-    source_template: ShardTemplate | None = None  # of shards that lie on the nodes of the ranks
-    overwrite: bool = False
-    restart: bool = False
-    note_seconds: float = 30.0  # between two notes of what is durable
-    progress: str = "off"
-
-    @property
-    def writes_case(self) -> bool:
-        """Is OUT a case with a manifest of ours?"""
-        return self.format != "hf"
 
 
 def reshard(comm: MPI.Comm, job: Job) -> dict[str, Any] | None:

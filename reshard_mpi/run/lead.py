@@ -44,7 +44,7 @@ from reshard_mpi.storage.shown import ShownArray
 from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
 
 if TYPE_CHECKING:
-    from reshard_mpi.run.job import Job
+    from reshard_mpi.run.wanted import Job
 
 MANIFEST_NBYTES = 2048  # of case.json, for a fragment
 

@@ -189,6 +189,17 @@ def _homes(folder: Path) -> tuple[str, ...]:
     return (home, os.path.join(parent, "blobs")) if name == "snapshots" else (home,)
 
 
+def read_text(folder: Path, name: str, most: int) -> bytes:
+    """All of a small regular file of the folder."""
+    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > most:
+            raise InputError(str(folder / name), f"has {size} bytes; expected at most {most}")
+        with touching("read", folder, name):
+            return file.read()
+
+
 def _copied(from_fd: int, fd: int, nbytes: int, from_offset: int, offset: int) -> int:
     """How many bytes the kernel has copied; 0 where it can't."""
     try:

@@ -23,7 +23,7 @@ from reshard_mpi.errors import (
     raise_first,
 )
 from reshard_mpi.storage.entries import Entry, left_out
-from reshard_mpi.storage.files import open_known, open_regular
+from reshard_mpi.storage.files import open_known, read_text
 from reshard_mpi.storage.known import Known
 from reshard_mpi.storage.safetensors import StoredArray, read_header
 from reshard_mpi.storage.touching import touching
@@ -83,17 +83,6 @@ class Source:
 
     def raise_first(self) -> None:
         raise_first(self.findings.faults)
-
-
-def read_text(folder: Path, name: str, most: int) -> bytes:
-    """All of a small regular file of the folder."""
-    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        size = os.fstat(fd).st_size
-        if size > most:
-            raise InputError(str(folder / name), f"has {size} bytes; expected at most {most}")
-        with touching("read", folder, name):
-            return file.read()
 
 
 @contextmanager

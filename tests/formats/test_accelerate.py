@@ -6,9 +6,10 @@ from tests.formats.contents import arrays_of
 from tests.formats.test_dcp import written
 from tests.jobs.outcome import assert_done
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
+torch = needed("torch")
+fsdp_utils = needed("accelerate.utils.fsdp_utils")
 
 
 @pytest.mark.parametrize(("kind", "nranks"), [("fsdp", 2), ("fsdp_tp", 4)])

@@ -13,6 +13,7 @@ import pytest
 from tests.formats.rewritten import FLOATS, cast_bytes, rewritten
 from tests.jobs.outcome import AT, CASES, assert_done, assert_refused, run_alone, write_sample
 from tests.mpirun import run_mpi, run_python_mpi
+from tests.needed import needed
 from tests.reference.case import load
 from tests.reference.fragments import sha256, shard_name
 from tests.reference.generate import generate
@@ -327,8 +328,8 @@ def test_the_memory_for_the_cast_is_within_what_was_promised(tmp_path):
 @pytest.fixture(scope="module")
 def dcp(tmp_path_factory) -> tuple[Path, dict]:
     """A PyTorch DCP folder, with arrays that don't lie in row-major order, and the tensors in it."""
-    torch = pytest.importorskip("torch")
-    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    torch = needed("torch")
+    checkpoint = needed("torch.distributed.checkpoint")
     torch.manual_seed(0)
     tensors = {
         "plain": torch.randn(31, 47),

@@ -12,9 +12,10 @@ from reshard_mpi.formats.dcp import describe_dcp
 from tests.formats.contents import arrays_of
 from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi, run_python_mpi, tail
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+torch = needed("torch")
+checkpoint = needed("torch.distributed.checkpoint")
 
 KINDS = [("fsdp", 2), ("tp", 2), ("fsdp", 4), ("fsdp_tp", 4)]
 

@@ -11,9 +11,10 @@ from tests.formats.contents import arrays_of
 from tests.formats.test_hugging_face import shard
 from tests.jobs.outcome import assert_done, run_alone
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-save_file = pytest.importorskip("safetensors.torch").save_file
+torch = needed("torch")
+save_file = needed("safetensors.torch").save_file
 
 NUMBERS = torch.arange(7 * 6 * 8, dtype=torch.uint8)
 TENSORS = {

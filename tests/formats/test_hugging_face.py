@@ -11,9 +11,10 @@ from tests.formats.contents import arrays_of
 from tests.formats.test_dcp import assert_holds, written
 from tests.jobs.outcome import assert_done, assert_refused, run_alone
 from tests.mpirun import run_mpi, tail
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needed("torch")
+transformers = needed("transformers")
 
 SIZES = {
     "hidden_size": 64,

@@ -10,9 +10,10 @@ from reshard_mpi.storage.entries import LONGEST_NAME, Entry, check_entries, file
 from tests.formats.models import llama, write_hugging_face
 from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+torch = needed("torch")
+checkpoint = needed("torch.distributed.checkpoint")
 
 OBJECTS = {
     "step": 7,

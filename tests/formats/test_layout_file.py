@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from tests.formats.models import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, filled, llama, write_hugging_face
 from tests.jobs.outcome import assert_done, assert_refused, run_alone
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
 CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "hidden_size": HIDDEN}
 
@@ -98,8 +99,8 @@ def test_members_of_an_inner_axis_do_not_write_over_each_other(memory, tmp_path)
 
 
 def test_a_dcp_folder_goes_to_any_target_and_comes_back(tmp_path):
-    torch = pytest.importorskip("torch")
-    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    torch = needed("torch")
+    checkpoint = needed("torch.distributed.checkpoint")
     tensors = llama()
     checkpoint.save({k: torch.from_numpy(v) for k, v in tensors.items()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     out, back = tmp_path / "out", tmp_path / "back"

@@ -7,9 +7,10 @@ import pytest
 from reshard_mpi.layout.file import load_layout
 from reshard_mpi.layout.rules import Tensor
 from reshard_mpi.layout.words import HOOKS, is_embedding, is_packed, tensor_axis
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needed("torch")
+transformers = needed("transformers")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 MODELS = [

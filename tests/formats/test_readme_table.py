@@ -10,9 +10,10 @@ from safetensors.numpy import load_file
 from tests.formats.test_dcp import written
 from tests.jobs.outcome import CASES
 from tests.mpirun import CHECKOUT, run_mpi, tail
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needed("torch")
+transformers = needed("transformers")
 
 README = (CHECKOUT / "README.md").read_text()
 TABLE = README.partition("## What you have, what to type")[2].partition("\n\n**")[0]

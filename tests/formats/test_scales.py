@@ -2,13 +2,12 @@
 
 import json
 
-import pytest
-
 from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
+torch = needed("torch")
+safetensors = needed("safetensors.torch")
 
 SHAPES = {"q_proj": (512, 384), "down_proj": (320, 512), "gate_up_proj": (1024, 130)}
 LAYOUT = """

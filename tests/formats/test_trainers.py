@@ -9,9 +9,10 @@ from tests.formats.contents import arrays_of
 from tests.formats.rewritten import cast_bytes
 from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi, run_python_mpi, tail
+from tests.needed import needed
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+torch = needed("torch")
+transformers = needed("transformers")
 
 SIZES = {
     "hidden_size": 32,
@@ -43,8 +44,8 @@ def torchtitan(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory) -> Path:
     """The same of Megatron-Core: `stacked`, and `numbered`, as it saves what it loaded from there at tp = 2, pp = 2."""
-    pytest.importorskip("megatron.core")
-    pytest.importorskip("psutil", reason="which Megatron-Core needs")
+    needed("megatron.core")
+    needed("psutil", reason="which Megatron-Core needs")
     folder = tmp_path_factory.mktemp("megatron")
     run_writer(4, "tests.formats.megatron_writer", folder, folder / "rendezvous")
     transformers.Qwen2Config(**SIZES).save_pretrained(folder / "model")  # a Llama whose q, k and v have a bias

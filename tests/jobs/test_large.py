@@ -11,6 +11,7 @@ from safetensors import safe_open
 from tests.jobs.large import GIB, MIB, large_folder
 from tests.jobs.outcome import assert_done, write_sample
 from tests.mpirun import run_mpi
+from tests.needed import needed
 
 MOST_RSS = (64 + 150) * MIB
 
@@ -37,7 +38,7 @@ def reshard_in_bounds(source: Path, out: Path, target: str) -> None:
 
 def assert_loads(shard: Path, source: Path, tensor: str) -> None:
     """safetensors reads the file, and rows of a tensor are what its two source shards hold."""
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     from safetensors.torch import load_file
 
     fragments = [f for f in json.loads((source / "case.json").read_text())["fragments"] if f["fqn"] == tensor]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from reshard_mpi import boxes as boxes_module
 from reshard_mpi.boxes import Boxes, array_split_part, chunk, equal_rows, find_hole, find_overlaps, join
+from tests.needed import needed
 
 SIDE = 5  # of the dense arrays
 
@@ -80,7 +81,7 @@ def test_chunks_of_many_axes_at_once_are_those_of_each(nelems, nparts):
 
 
 def test_chunks_are_those_of_torch():
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     for nelems in range(30):
         for nparts in range(1, 12):
             sizes = [len(part) for part in torch.arange(nelems).chunk(nparts)]

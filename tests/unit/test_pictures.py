@@ -26,10 +26,11 @@ from reshard_mpi.show.planning import refusals_of
 from reshard_mpi.show.tilings import Tiling
 from reshard_mpi.storage.source import Source, load_alone
 from tests.jobs.outcome import CASES
+from tests.needed import needed
 from tests.unit.test_tilings import cut
 
 if not os.environ.get("CI"):  # there, a missing matplotlib is a failure
-    pytest.importorskip("matplotlib")
+    needed("matplotlib")
 
 UNEVEN = CASES / "tp3-uneven-to-tp2"
 PNG = b"\x89PNG\r\n\x1a\n"
