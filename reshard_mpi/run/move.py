@@ -34,6 +34,7 @@ from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.shown import ShownArray
 
 NBYTES_BETWEEN_AGREEMENTS = 1 << 26  # of a rank: a moment, even on a slow disk
+MOST_ROUNDS_BETWEEN_AGREEMENTS = 256  # small rounds take longer than their bytes
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def _run(
     comm: MPI.Comm, plan: Plan, pipeline: _Pipeline, exchanger: Exchanger, progress: Progress, recorder: _Recorder
 ) -> None:
     nbytes = NBYTES_BETWEEN_AGREEMENTS if recorder.seconds else 0  # all ranks know it alike
-    between = max(nbytes // max(plan.buffer_nbytes, 1), 1)
+    between = max(min(nbytes // max(plan.buffer_nbytes, 1), MOST_ROUNDS_BETWEEN_AGREEMENTS), 1)
     for number in range(plan.nrounds):
         work, read_buffer, write_buffer = pipeline.next_round(number)
         exchanger.exchange(work, read_buffer, write_buffer)
