@@ -392,18 +392,21 @@ class Lead:
         create_file(self.partial.path / LAYOUT_FILE, len(text), text)
         return [LAYOUT_FILE]
 
-    def _verifiable(self, read: set[tuple[str, str]]) -> dict[tuple[str, str], bool]:
-        """Of each of these arrays, whether it has a digest, or a checksum that it is held against wherever it is read."""
-        digests = {
-            (f.payload_file, f.payload_key): f.fragment_digest is not None or self._stored(f).is_checked
-            for f in self.source.case.fragments
-        }
-        return {place: digests[place] for place in read}
+    def _are_verifiable(self) -> list[bool]:
+        """Of each source array that is read, whether it has a digest, or a checksum that it is held against in reading."""
+        found, read = [], set(self.prepared.plan.source.array.tolist())
+        for number, array in enumerate(self._source_arrays()):
+            fragment = self.prepared.source_fragments[number][0]
+            key = array.cast.key if array.cast else fragment.payload_key
+            is_checked = self.changed.headers[fragment.payload_file][key].is_checked
+            if number in read:
+                found.append(fragment.fragment_digest is not None or is_checked)
+        return found
 
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
         job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
-        verifiable = self._verifiable(read)
+        verifiable = self._are_verifiable()
         measured = [{**measured[0], "peak_rss_nbytes": peak_rss_nbytes()}, *measured[1:]]
         unread_nbytes = sum(
             self._stored(f).nbytes
@@ -427,7 +430,7 @@ class Lead:
             memory_nbytes=job.memory_nbytes,
             verify=job.verify,
             narrays_read=len(verifiable),
-            narrays_unverifiable=sum(not is_verifiable for is_verifiable in verifiable.values()),
+            narrays_unverifiable=verifiable.count(False),
             unread_replica_nbytes=unread_nbytes,
             continued_nbytes=self.continued_nbytes,
             noracles=len(case.oracles),

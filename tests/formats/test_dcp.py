@@ -156,8 +156,9 @@ def test_a_tensor_that_torch_would_change_on_loading_is_refused(tensor, tmp_path
 
 
 def test_a_summary_says_that_views_are_held_against_their_checksums_too(saved, tmp_path):
-    done = run_mpi(2, "reshard", saved, tmp_path / "out")
-    assert "verified (source): every fragment read holds its digest" in assert_done(done)
+    for options in ((), ("--cast", "bfloat16")):
+        done = run_mpi(2, "reshard", saved, tmp_path / f"out{len(options)}", *options)
+        assert "verified (source): every fragment read holds its digest" in assert_done(done)
 
 
 def test_a_file_that_is_missing_or_cut_short_is_named(saved, tmp_path):
