@@ -45,7 +45,6 @@ def torchtitan(tmp_path_factory) -> Path:
 def megatron(tmp_path_factory) -> Path:
     """The same of Megatron-Core: `stacked`, and `numbered`, as it saves what it loaded from there at tp = 2, pp = 2."""
     needed("megatron.core")
-    needed("psutil", reason="which Megatron-Core needs")
     folder = tmp_path_factory.mktemp("megatron")
     run_writer(4, "tests.formats.megatron_writer", folder, folder / "rendezvous")
     transformers.Qwen2Config(**SIZES).save_pretrained(folder / "model")  # a Llama whose q, k and v have a bias
