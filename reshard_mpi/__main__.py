@@ -17,7 +17,7 @@ from typing import NoReturn
 from reshard_mpi import stop
 from reshard_mpi.cli import parse, tell
 from reshard_mpi.errors import Interrupted, ReshardError, expected_error
-from reshard_mpi.launcher import Launch, check_world, find_launch
+from reshard_mpi.launcher import OPEN_MPI, Launch, check_world, find_launch
 
 BUG = 70
 SECONDS_UNAGREED = 2.0
@@ -47,12 +47,14 @@ def _options(launch: Launch) -> argparse.Namespace:
 
 
 def _leave_unagreed(launch: Launch) -> None:
-    """Before ranks without MPI leave with an error: wait until rank 0 has said why, and all have come this far.
+    """Before ranks without MPI leave with an error: some launchers end the others as soon as one has left.
 
-    srun and mpirun send SIGTERM to the others as soon as one rank leaves with an error, which must not become their exit code.
+    Under Open MPI rank 0 must have said why by then. srun's SIGTERM must not become the exit code of the others: there all wait
+    for each other.
     """
-    if launch.nranks > 1:
+    if launch.by_srun:
         stop.listen()
+    if launch.by_srun or (launch.name == OPEN_MPI and launch.rank):
         time.sleep(SECONDS_UNAGREED)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from reshard_mpi.errors import UsageError
 
 # Innermost first: mpirun inside an sbatch script sees the variables of both.
+OPEN_MPI = "mpirun of Open MPI"
 _MPI_LAUNCHERS = (
-    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpirun of MPICH", "PMI_RANK", "PMI_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
@@ -22,11 +23,12 @@ NO_LAUNCHER = "no launcher"
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher's name, the rank that it gave to this process, and the number of processes."""
+    """The launcher's name, the rank that it gave to this process, the number of processes; did srun start them?"""
 
     name: str
     rank: int
     nranks: int
+    by_srun: bool = False
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -37,7 +39,8 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         launchers = [*_MPI_LAUNCHERS]
     for name, rank, nranks in launchers:
         if environment.get(rank, "").isdecimal() and environment.get(nranks, "").isdecimal():
-            return Launch(name, int(environment[rank]), int(environment[nranks]))
+            by_srun = environment.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+            return Launch(name, int(environment[rank]), int(environment[nranks]), by_srun)
     return Launch(NO_LAUNCHER, 0, 1)
 
 
