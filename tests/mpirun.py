@@ -37,7 +37,7 @@ OPENMPI_VARIABLES = {
 
 # Left out of a job's environment: what a launcher outside told this process, and what hides lost output.
 DROPPED_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "HYDI_", "MPIEXEC_")
-DROPPED = ("PYTHONUNBUFFERED",)
+DROPPED = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 
 
 @functools.cache
