@@ -70,7 +70,7 @@ run: .venv/.stamp-$(MPI)
 
 test: .venv/.stamp-$(MPI)-test .venv-$(OTHER_MPI)/.stamp
 	@echo 'running all tests (some minutes) ...'
-	@.venv/bin/python -m pytest -q -n 2 $(ARGS)
+	@.venv/bin/python -m pytest -q -n 3 $(ARGS)
 
 test-2 test-3 test-4: test-%: .venv/.stamp-$(MPI)-test
 	@PATH="$$PWD/.venv/bin:$$PATH" mpirun -n $* python -m mpi4py -m pytest --with-mpi -q tests/mpi $(ARGS)

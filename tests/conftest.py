@@ -16,6 +16,20 @@ hypothesis.settings.register_profile("reshard", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("reshard")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run all tests, as on CI: twice as long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A user's machine is spared the tests that say more of what others hold; pytest counts them as deselected."""
+    if os.environ.get("CI") or config.getoption("--thorough"):
+        return
+    spared = [item for item in items if item.get_closest_marker("thorough") or item.get_closest_marker("large")]
+    if spared:
+        config.hook.pytest_deselected(items=spared)
+        items[:] = [item for item in items if item not in set(spared)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse what would run no MPI test and still exit with 0."""
     if config.getoption("--with-mpi"):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import StorageError, may_come
 
 PATIENCE_S = 3.0
+_given_up: set[Path] = set()  # what this process has waited for in vain, which it does once
 NS = 10**9
 
 
@@ -50,7 +51,10 @@ def waited_for(path: Path, opened: Callable[[], int]) -> int:
         try:
             return opened()
         except (OSError, StorageError) as error:
-            if not may_come(error) or time.monotonic() >= patient_until:
+            if not may_come(error):
+                raise
+            if path in _given_up or time.monotonic() >= patient_until:
+                _given_up.add(path)
                 raise
         time.sleep(PATIENCE_S / 32)
         ask_anew(path)

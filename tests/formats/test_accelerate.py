@@ -12,7 +12,7 @@ torch = needed("torch")
 fsdp_utils = needed("accelerate.utils.fsdp_utils")
 
 
-@pytest.mark.parametrize(("kind", "nranks"), [("fsdp", 2), ("fsdp_tp", 4)])
+@pytest.mark.parametrize(("kind", "nranks"), [pytest.param("fsdp", 2, marks=pytest.mark.thorough), ("fsdp_tp", 4)])
 def test_weights_are_merged_as_accelerate_does(kind, nranks, tmp_path):
     """It saves them as {"model": state dict}, and takes that key off again."""
     saved, truth = written(tmp_path, "nested", kind, nranks)

@@ -193,7 +193,9 @@ def test_a_folder_is_replaced_only_when_asked(tmp_path):
 # The shards of HuggingFaceStorageWriter
 
 
-@pytest.mark.parametrize(("kind", "nranks"), [("fsdp", 2), ("tp", 2), ("fsdp_tp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "nranks"), [pytest.param("fsdp", 2, marks=pytest.mark.thorough), ("tp", 2), ("fsdp_tp", 4)]
+)
 def test_shards_with_saved_offsets_become_whole(kind, nranks, tmp_path):
     saved, truth = written(tmp_path, "hf", kind, nranks)
     done = run_mpi(3, "reshard", saved, tmp_path / "out")

@@ -89,6 +89,7 @@ def test_a_llama_of_torchtitan_becomes_one_of_hugging_face(torchtitan, tmp_path)
     assert_done(run_mpi(1, "compare", tmp_path / "case", out))
 
 
+@pytest.mark.thorough
 def test_a_llama_of_megatron_becomes_one_of_hugging_face(megatron, tmp_path):
     saved, preset = megatron / "stacked", "megatron-llama"
     out = converted(saved, tmp_path / "out", preset, 3)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import every_case
 from tests.mpirun import MPIS, require_mpi, run_python_mpi
 
@@ -17,6 +19,7 @@ def digests(folder: Path, nranks: int, *names: str, mpi: str = "mpich") -> dict[
     return json.loads((folder / "digests.json").read_text())
 
 
+@pytest.mark.thorough
 def test_out_and_back_are_the_same_for_any_number_of_ranks(tmp_path):
     found = {nranks: digests(tmp_path / str(nranks), nranks) for nranks in RANKS}
     assert len(found[1]) == 2 * len(list(every_case.every_target(())))

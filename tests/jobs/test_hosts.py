@@ -218,6 +218,7 @@ def test_a_rank_that_is_killed_on_another_host_ends_the_job_which_then_goes_on(h
 SLOW = AT + 'at("reshard_mpi.run.move:Reader.read", 1, say_and_wait)\nmain()'
 
 
+@pytest.mark.thorough
 def test_a_link_that_is_down_for_seconds_is_waited_for(hosts, case, answer, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path))
     with hosts.started("-c", SLOW, *per_node(hosts, case, tmp_path / "out", "--writers", "owner")) as job:

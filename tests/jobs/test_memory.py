@@ -106,6 +106,7 @@ def very_many(tmp_path_factory) -> tuple[Peaks, int]:
     return reshard_tiny(tmp_path_factory.mktemp("tiny"), NTINY)
 
 
+@pytest.mark.thorough
 def test_very_many_tiny_tensors_pass_through_the_rounds(very_many):
     peaks, nfragments = very_many
     assert nfragments == 3 * NTINY

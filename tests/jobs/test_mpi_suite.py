@@ -10,7 +10,7 @@ LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI v5", DEBIAN: "Debian OpenMPI
 
 
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("mpi", [*MPIS, DEBIAN])
+@pytest.mark.parametrize("mpi", [*MPIS, pytest.param(DEBIAN, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("nranks", [2, 3, 4])
 def test_the_mpi_tests_pass_on(nranks, mpi):
     # Open MPI gives ranks a pseudo-terminal, so pytest would colour its closing line.

@@ -96,7 +96,7 @@ def test_ranks_that_know_nothing_of_each_other_are_refused_once(cluster, sample,
     assert [path.name for path in tmp_path.glob("out*")] == []
 
 
-@pytest.mark.parametrize("mpi", ["mpich", DEBIAN])
+@pytest.mark.parametrize("mpi", ["mpich", pytest.param(DEBIAN, marks=pytest.mark.thorough)])
 def test_a_job_that_runs_out_of_time_twice_goes_on_each_time(cluster, sample, expected, tmp_path, slow_runs, mpi):
     out = tmp_path / "out"
     arguments = (sample, out, *TARGET, *IN_ROUNDS)
@@ -164,6 +164,7 @@ def test_a_node_that_dies_costs_what_was_done_since_the_last_note(cluster, sampl
     assert "continued: " in job.said()
 
 
+@pytest.mark.thorough
 def test_the_limit_itself_stops_and_requeues(cluster, sample, expected, tmp_path, slow_runs):
     """With a limit of a minute, which is the shortest; the signal comes within half of it, perhaps before anything is done."""
     out = tmp_path / "out"
