@@ -23,7 +23,7 @@ from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.shown import ShownArray
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-ALIGNMENT = 8  # of the first data byte
+ALIGNMENT = 4096  # of the first data byte: a page, so that rows of matrices begin on pages where they are as long
 
 
 @dataclass(frozen=True, slots=True)

@@ -427,3 +427,29 @@ def test_memory_is_shared_out_to_the_buffers(why, memory_nbytes, round_nbytes):
 def test_too_little_memory_is_refused_with_what_would_do():
     with pytest.raises(PlanningError, match="--memory: .*at least 56K"):
         round_nbytes_of(BUFFERS * LEAST_ROUND_NBYTES - 1)
+
+
+@pytest.mark.parametrize("hashing", [False, True])
+def test_where_rows_fill_pages_ranks_part_a_file_at_pages(hashing):
+    """Two matrices, cut by columns in the source, in one file of the target behind a header of a page."""
+    rows, columns, page, nranks = 1 << 14, 2048, 4096, 3
+    half = columns // 2
+    form = byte_form(
+        (rows, columns),
+        16,
+        (
+            Place((0, 0), (rows, half), (0, 0), (rows, half)),
+            Place((0, half), (rows, half), (0, 0), (rows, half)),
+            Place((0, 0), (rows, columns), (0, 0), (rows, columns)),
+        ),
+    )
+    nbytes = rows * columns * 2
+    source = table_of([(f, 8 + t * nbytes // 2, nbytes // 2) for f in (0, 1) for t in (0, 1)])
+    target = table_of([(0, page + t * nbytes, nbytes) for t in (0, 1)])
+    tensors = [PlannedTensor(form, np.array([t, 2 + t]), np.array([t])) for t in (0, 1)]
+    plan = make_plan(tensors, source, target, (2, 1), Resources(nranks, 1 << 22, "shared", hashing))
+    first, _ = plan.target.stored.spans(np.arange(len(plan.target.rank)), plan.target.stored.boxes)
+    order = np.argsort(first)
+    parted = np.diff(plan.target.rank[order]) != 0
+    assert set(plan.target.rank.tolist()) == set(range(nranks))
+    assert parted.any() and not (first[order][1:][parted] % page).any()

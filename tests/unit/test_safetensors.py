@@ -291,7 +291,7 @@ def test_any_key_is_written_so_that_the_library_reads_it(key, tmp_path):
 @pytest.mark.parametrize("length", range(9))
 def test_data_begins_at_a_multiple_of_8_whatever_the_length_of_the_names(length):
     head, (span,) = build_header([("k" * (length + 1), "float64", (2,))], {"format": "pt"})
-    assert len(head) % ALIGNMENT == 0
+    assert len(head) % ALIGNMENT == 0 and ALIGNMENT == 4096
     assert span.begin == len(head)
     assert struct.unpack("<Q", head[:8])[0] == len(head) - 8
 
