@@ -17,7 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,20 @@ def started_python_mpi(
     For tests that send signals; `run_python_mpi` for those that only wait.
     """
     python, mpirun = require_mpi(mpi)
+    command = [*map(str, prefix), mpirun, "-n", str(nranks), python, *map(str, arguments)]
+    with started(command, job_environ(mpirun, env or {}), cwd) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[object], environ: Mapping[str, str], cwd: Path | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """The command, running in a session of its own; what is left of that at the end of the block is killed."""
     process = subprocess.Popen(
-        [*map(str, prefix), mpirun, "-n", str(nranks), python, *map(str, arguments)],
+        command,
         cwd=cwd,
-        env=job_environ(mpirun, env or {}),
+        env=environ,
         # Not the terminal: mpirun would read it.
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -118,6 +129,16 @@ def started_python_mpi(
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def wait_for(
+    what: Callable[[], bool], explain: Callable[[], str] = str, within_s: float = 60, every_s: float = 0.01
+) -> None:
+    """Until `what` holds; if it doesn't in time, the test fails with what `explain` tells."""
+    deadline = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < deadline, f"not within {within_s:g} s\n{explain()}"
+        time.sleep(every_s)
 
 
 def kill_session(session: int) -> None:

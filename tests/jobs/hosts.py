@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpirun import job_environ, kill_session, require_mpi, tail
+from tests.mpirun import job_environ, kill_session, require_mpi, started, tail, wait_for
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NETWORK = "10.77.0.0/24"
@@ -28,6 +28,9 @@ DISK_NBYTES = 256 << 20
 
 # Through the memory of the machine, which both hosts have, the ranks would talk also without a link.
 OVER_THE_LINK = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+
+# The state is what libfabric goes by, which leaves out what isn't up. It comes some time after `ip link set`.
+SHOW_LINK = ("ip", "link", "show", "dev", "link0")
 
 # What starts a command on a host, in place of ssh: LAUNCHER [OPTIONS] ADDRESS COMMAND...
 LAUNCHER = """#!/bin/sh
@@ -79,29 +82,17 @@ class Hosts:
     def set_link(self, state: str) -> None:
         """The link between the hosts: `up` or `down`."""
         _run(self.on(0, "ip", "link", "set", "link0", state))
+        wait_for(lambda: all(f"state {state.upper()}" in _run(self.on(host, *SHOW_LINK)) for host in (0, 1)))
 
     @contextlib.contextmanager
     def started(self, *arguments: object, mpi: str = "mpich") -> Iterator[subprocess.Popen[str]]:
         """`mpirun python ARGUMENTS` on both hosts, running; what is left of it at the end of the block is killed."""
         python, mpirun = require_mpi(mpi)
-        process = subprocess.Popen(
-            self.on(0, mpirun, *self._options(mpi), python, *arguments),
-            env=job_environ(mpirun, OVER_THE_LINK),
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        command = self.on(0, mpirun, *self._options(mpi), python, *arguments)
         try:
-            yield process
+            with started(command, job_environ(mpirun, OVER_THE_LINK), self.folder) as process:
+                yield process
         finally:
-            kill_session(process.pid)
-            process.wait()
-            process.stdout.close()
-            process.stderr.close()
             self._kill_left()
 
     def _kill_left(self) -> None:
@@ -152,6 +143,7 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             _run(hosts.on(number, "ip", "address", "add", f"{address}/24", "dev", "link0"))
             for link in ("lo", "link0"):
                 _run(hosts.on(number, "ip", "link", "set", link, "up"))
+        hosts.set_link("up")
         _write_launcher(hosts)
         try:
             yield hosts
@@ -191,6 +183,7 @@ def _processes_in(pids: Sequence[int]) -> set[int]:
     return found
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert not done.returncode, (command, done.stderr)
+    return done.stdout

@@ -1,6 +1,7 @@
 """What a job said and how it ended, for tests that look at it from outside."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,10 @@ def run_alone(*arguments: object, cwd: Path | None = None, **env: str | None) ->
         text=True,
         timeout=120,
     )
+
+
+def copy_of(case: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(case, folder))
 
 
 def write_sample(folder: Path, size: str, **options: object) -> Path:

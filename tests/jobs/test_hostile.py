@@ -2,23 +2,18 @@
 
 import json
 import os
-import shutil
 import struct
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.outcome import AT, CASES, FIXTURES, assert_done, assert_refused, run_alone, write_sample
+from tests.jobs.outcome import AT, CASES, FIXTURES, assert_done, assert_refused, copy_of, run_alone, write_sample
 from tests.mpirun import run_mpi, run_python_mpi
 
 UNEVEN = CASES / "tp3-uneven-to-tp2"
 SHARD, MANIFEST = "rank-00001.safetensors", "case.json"
 WITHIN_S = 20
-
-
-def copy_of(case: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(case, folder))
 
 
 def a_fifo(path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.jobs.hosts import Hosts, two_hosts
 from tests.jobs.outcome import AT, assert_done, assert_refused, run_alone, write_sample
-from tests.mpirun import tail
+from tests.mpirun import tail, wait_for
 
 SHARD = "rank-{rank:05d}.safetensors"
 WITHIN_S = 20.0
@@ -222,10 +222,7 @@ SLOW = AT + 'at("reshard_mpi.run.move:Reader.read", 1, say_and_wait)\nmain()'
 def test_a_link_that_is_down_for_seconds_is_waited_for(hosts, case, answer, tmp_path, monkeypatch):
     monkeypatch.setenv("NOTES", str(tmp_path))
     with hosts.started("-c", SLOW, *per_node(hosts, case, tmp_path / "out", "--writers", "owner")) as job:
-        deadline = time.monotonic() + WITHIN_S
-        while not (tmp_path / "waiting").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for((tmp_path / "waiting").exists)
         hosts.set_link("down")
         time.sleep(4)
         try:

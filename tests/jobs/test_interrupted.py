@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.jobs.outcome import AT, CASES, assert_done, assert_refused, error_lines, write_sample
-from tests.mpirun import run_mpi, run_python_mpi, started_python_mpi, tail
+from tests.mpirun import run_mpi, run_python_mpi, started_python_mpi, tail, wait_for
 
 WITHIN_S = 15.0
 UNEVEN = CASES / "tp3-uneven-to-tp2"
@@ -22,13 +21,6 @@ RANK_VARIABLES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
 def sample(tmp_path_factory) -> Path:
     """Large enough to be met in the middle; in rounds of 40 KiB it takes many seconds."""
     return write_sample(tmp_path_factory.mktemp("sample") / "sample", "120M")
-
-
-def wait_for(what: Callable[[], bool], within_s: float = 30) -> None:
-    deadline = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s"
-        time.sleep(0.01)
 
 
 def rank_pids(out: Path) -> dict[int, int]:
@@ -84,7 +76,7 @@ def test_after_one_rank_was_killed_all_end_and_the_same_command_completes(tmp_pa
         since = time.monotonic()
         ended(process, since)
         assert process.returncode != 0
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), WITHIN_S)
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), within_s=WITHIN_S)
     complete(sample, out, mpi)
 
 

@@ -17,6 +17,7 @@ from tests.jobs.outcome import (
     REJECTS,
     assert_done,
     assert_refused,
+    copy_of,
     error_lines,
     run_alone,
     write_sample,
@@ -25,10 +26,6 @@ from tests.mpirun import job_environ, run_mpi, run_python_mpi
 
 UNEVEN = CASES / "tp3-uneven-to-tp2"
 WITHIN_S = 20.0
-
-
-def copy_of(case: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(case, folder))
 
 
 def with_out(folder: Path) -> Path:

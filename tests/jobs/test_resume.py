@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.outcome import AT, assert_done, assert_refused, write_sample
-from tests.jobs.test_interrupted import rank_pids, wait_for
-from tests.mpirun import run_mpi, run_python_mpi, started_python_mpi
+from tests.jobs.test_interrupted import rank_pids
+from tests.mpirun import require_mpi, run_mpi, run_python_mpi, started_python_mpi, wait_for
 
 # A program that gets SIGUSR1 when rank 1 is about to move for the fourth time.
 STOPPED_ON_THE_WAY = f"""{AT}
@@ -256,7 +256,7 @@ with SharedLock(Path(sys.argv[1])):
 @contextlib.contextmanager
 def lingering(partial: Path, seconds: float):
     """A rank of a job that was stopped is still there."""
-    python = run_python_mpi(1, "-c", "import sys; print(sys.executable)").stdout.strip()
+    python, _ = require_mpi("mpich")
     with subprocess.Popen([python, "-c", HOLDS, partial, str(seconds)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "holds\n"
         try:

@@ -5,6 +5,7 @@ All its files are in one folder, its ports are chosen free, and it needs neither
 """
 
 import contextlib
+import functools
 import os
 import re
 import secrets
@@ -12,8 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.run.journal import JOURNAL
-from tests.mpirun import CHECKOUT, job_environ, require_mpi, tail
+from tests.mpirun import CHECKOUT, job_environ, require_mpi, tail, wait_for
 
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 SBIN = "/usr/sbin:/sbin"  # where the daemons are, and a user's PATH doesn't lead
@@ -66,6 +66,10 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
 
+# Each look is a command to the controller.
+wait_until = functools.partial(wait_for, every_s=0.2)
+
+
 def require_slurm() -> None:
     """Without Slurm on this machine the test is skipped, on CI it fails."""
     missing = [tool for tool in TOOLS if not shutil.which(tool, path=_path())]
@@ -76,13 +80,6 @@ def require_slurm() -> None:
 
 def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), SBIN])
-
-
-def wait_for(what: Callable[[], bool], explain: Callable[[], str] = str, within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not what():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s\n{explain()}"
-        time.sleep(0.2)
 
 
 class Cluster:
@@ -102,7 +99,7 @@ class Cluster:
             self._run("slurmctld", "-i")
             for node in NODES:
                 self.start_node(node)
-            wait_for(lambda: self._run("sinfo", "--noheader", "--format=%D %t").strip() == "2 idle", self._logs)
+            wait_until(lambda: self._run("sinfo", "--noheader", "--format=%D %t").strip() == "2 idle", self._logs)
             yield self
         finally:
             self._stop()
@@ -137,7 +134,7 @@ class Cluster:
         managers = {_parent(task) for task in tasks}  # slurmstepd
         for pid in (daemon, *managers, *tasks):
             os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not any(_is_alive(pid) for pid in (daemon, *managers, *tasks)))
+        wait_until(lambda: not any(_is_alive(pid) for pid in (daemon, *managers, *tasks)))
         self.update(f"NodeName={name}", "State=DOWN", "Reason=power")
 
     def update(self, *assignments: str) -> None:
@@ -181,13 +178,13 @@ class Cluster:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self._run("scancel", "--state=PENDING")
             self._run("scancel", f"--user={os.getuid()}")
-            wait_for(lambda: not self._run("squeue", "--noheader"), within_s=20)
+            wait_until(lambda: not self._run("squeue", "--noheader"), within_s=20)
         for name in (*NODES, "slurmctld", "pid-file"):  # the last is munged's
             with contextlib.suppress(OSError, ValueError):
                 path = self.folder / (name if name == "pid-file" else f"{name}.pid")
                 os.kill(int(path.read_text()), signal.SIGTERM)
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not self._processes(), within_s=10)
+            wait_until(lambda: not self._processes(), within_s=10)
         for pid in self._processes():
             os.kill(pid, signal.SIGKILL)
 
@@ -230,7 +227,7 @@ class Job:
     def wait_for_state(self, *states: str, within_s: float = 60) -> str:
         """The state, once it is one of these; without any, that in which the job has ended."""
         states = states or ENDED
-        wait_for(lambda: self.shown("JobState") in states, self.explain, within_s)
+        wait_until(lambda: self.shown("JobState") in states, self.explain, within_s)
         return self.shown("JobState")
 
     def wait_until_noted(self, partial: Path) -> None:
@@ -242,12 +239,12 @@ class Job:
             now = journal.read_bytes() if journal.exists() else b""
             return now != before and now.count(b"\n") > 1
 
-        wait_for(lambda: self.shown("JobState") in ENDED or is_noted(), self.explain)
+        wait_until(lambda: self.shown("JobState") in ENDED or is_noted(), self.explain)
         assert self.shown("JobState") == "RUNNING", self.explain()
 
     def wait_for_restart(self, restarts: int) -> None:
         """It has been requeued that often, and runs again."""
-        wait_for(lambda: self.shown("Restarts") == str(restarts), self.explain)
+        wait_until(lambda: self.shown("Restarts") == str(restarts), self.explain)
         self._hurry()
 
     def hurry_to_the_end(self) -> None:
@@ -267,7 +264,7 @@ class Job:
                 return True
             return False
 
-        wait_for(is_accepted, self.explain)
+        wait_until(is_accepted, self.explain)
         self.wait_for_state("RUNNING", *ENDED)
 
     def signal_batch_shell(self) -> None:
