@@ -30,7 +30,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments as options; UsageError, or SystemExit(0) after `--help` or `--version`."""
     options = _parser().parse_args([_dashes(argument) for argument in arguments])
     options.command = options.command or DEMO
-    options.uses_all_ranks = options.command in USES_ALL_RANKS
+    is_on_nodes = getattr(options, "source_template", None) is not None  # so each rank looks for shards
+    options.uses_all_ranks = options.command in USES_ALL_RANKS or is_on_nodes
     return options
 
 
@@ -123,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="show what a checkpoint holds")
     inspect.add_argument("source", type=Path, metavar="SOURCE")
     inspect.add_argument("tensor", nargs="?", metavar="TENSOR", help="the fqn or id of one tensor: its tiles")
+    _add_source_template(inspect)
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.add_argument(
         "--plot", type=picture_file, metavar="FILE", help="draw the tiles of TENSOR (svg or png; needs matplotlib)"
@@ -130,10 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_describe(commands.add_parser("describe", help="write case.json for shards that come with none"))
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
+    _add_source_template(verify)
     verify.add_argument("--json", action="store_true", help="print JSON")
     compare = commands.add_parser("compare", help="are two checkpoints equal, tensor by tensor?")
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
+    _add_source_template(compare, "--a-template", "A")
+    _add_source_template(compare, "--b-template", "B")
     compare.add_argument("--json", action="store_true", help="print JSON")
     _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
     for name, command in commands.choices.items():
@@ -234,6 +239,22 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         default="source",
         help="what is held against digests (default source)",
     )
+    _add_source_template(parser)
+    parser.add_argument(
+        "--target-template",
+        type=shard_template,
+        metavar="PATH",
+        help="where on the nodes the shards of OUT are written, instead of beside its case.json",
+    )
+
+
+def _add_source_template(parser: argparse.ArgumentParser, flag: str = "--source-template", of: str = "SOURCE") -> None:
+    parser.add_argument(
+        flag,
+        type=shard_template,
+        metavar="PATH",
+        help=f"where nodes keep the shards of {of}, like /local/ckpt/rank-{{rank:05d}}.safetensors; {of} holds case.json",
+    )
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -265,12 +286,6 @@ def _add_reshard(parser: argparse.ArgumentParser) -> None:
         "--keep-bytes",
         action="store_true",
         help="copy the entries of PyTorch DCP that are no tensors, as they are, into OUT/bytes",
-    )
-    parser.add_argument(
-        "--source-template",
-        type=shard_template,
-        metavar="PATH",
-        help="where nodes keep the shards of source ranks, like /local/ckpt/rank-{rank:05d}.safetensors; SOURCE holds case.json",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
     parser.add_argument("--restart", action="store_true", help="begin anew where a job left OUT.partial")

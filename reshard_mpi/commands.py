@@ -30,14 +30,12 @@ SOURCES = ("source", "a", "b")  # options that name a checkpoint
 
 def run_alone(options: argparse.Namespace) -> int:
     """A command that one process carries out; its exit code."""
-    alone: dict[str, Callable[[argparse.Namespace], int]] = {
-        "plan": _plan,
-        "inspect": _inspect,
-        "describe": _describe,
-        "sample": _sample,
-    }
+    from reshard_mpi.storage.source import load_alone
+
     vars(options).update(_newest_checkpoints(options))
-    return alone[options.command](options)
+    if options.command in OF_A_SOURCE:
+        return OF_A_SOURCE[options.command](options, lambda: load_alone(options.source))
+    return {"describe": _describe, "sample": _sample}[options.command](options)
 
 
 def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
@@ -55,7 +53,30 @@ def run_together(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         return together[options.command](comm, options)
     if getattr(options, "ranks", 0) is None and options.simulate is None:
         options.ranks = comm.size
+    if options.uses_all_ranks:
+        return _run_on_nodes(comm, options)
     return root_value(comm, lambda: run_alone(options))
+
+
+def _run_on_nodes(comm: "MPI.Comm", options: argparse.Namespace) -> int:
+    """Collective: a command of rank 0, to which all ranks say what they see of the shards on their nodes."""
+    from reshard_mpi.mpi.comm import on_root, root_value
+    from reshard_mpi.mpi.load import load_together
+
+    def check() -> None:
+        if options.source is None:
+            raise UsageError("--source-template", "goes with a SOURCE, the folder of its case.json")
+        if getattr(options, "ranks", comm.size) != comm.size:
+            raise UsageError("--ranks", "can't be other ranks than those that look for the shards; leave it out")
+
+    on_root(comm, check)
+    source = load_together(comm, options.source, despite_faults=True, template=options.source_template)
+
+    def loaded() -> "Source":
+        assert source is not None
+        return source
+
+    return root_value(comm, lambda: OF_A_SOURCE[options.command](options, loaded))
 
 
 def _newest_checkpoints(options: argparse.Namespace) -> dict[str, Path]:
@@ -108,6 +129,7 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         assets=options.hf_assets,
         keep_bytes=options.keep_bytes,
         source_template=options.source_template,
+        target_template=options.target_template,
         overwrite=options.overwrite,
         restart=options.restart,
         progress=options.progress,
@@ -188,7 +210,7 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace, load: "Callable[[], Source]") -> int:
     if options.simulate is not None:
         return _simulate(options)
     if options.source is None:
@@ -197,11 +219,15 @@ def _plan(options: argparse.Namespace) -> int:
     from reshard_mpi.layout.file import NO_LAYOUT, layout_for
     from reshard_mpi.plan.prepare import Selection, changed_source
     from reshard_mpi.show.planning import plan_facts, plan_text, refusals_of
-    from reshard_mpi.storage.source import described_anew, load_alone
+    from reshard_mpi.storage.source import described_anew
 
     if options.plot:
         _check_plot(options)
-    source = load_alone(options.source)
+    if options.target_template is not None:
+        from reshard_mpi.run.node_shards import check_target_template
+
+        check_target_template(options.target_template, options.format)
+    source = load()
     layout = layout_for(options.source, options.layout, dict(options.layout_set))
     if layout and layout.operations and source.findings.is_sound and not source.findings.faults:
         source = described_anew(source, *layout.applied(source.case, source.headers))
@@ -222,7 +248,7 @@ def _plan(options: argparse.Namespace) -> int:
         selection,
         nranks=options.ranks or source.case.world_size,
         memory_nbytes=options.memory,
-        writers="owner" if options.writers == "owner" else "shared",
+        writers="nodes" if options.target_template else "owner" if options.writers == "owner" else "shared",
         hashing=options.verify != "none",
     )
     if planned is None:
@@ -258,7 +284,7 @@ def _refused(faults: list[ReshardError], as_json: bool) -> int:
     raise told
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace, load: "Callable[[], Source]") -> int:
     from reshard_mpi.show.inspection import case_facts, case_text, tensor_tiles, tiles_text
 
     if options.plot:
@@ -267,7 +293,9 @@ def _inspect(options: argparse.Namespace) -> int:
             raise UsageError(
                 "inspect --plot", "draws the tiles of one tensor; say which: inspect SOURCE TENSOR --plot FILE"
             )
-    source = _sound_source(options.source)
+    source = load()
+    if not source.findings.is_sound:  # nothing is left that could be shown
+        source.raise_first()
     warn(source.warnings)
     facts = tensor_tiles(source, options.tensor) if options.tensor else case_facts(source)
     if options.plot:
@@ -306,16 +334,6 @@ def _describe(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sound_source(folder: Path) -> "Source":
-    """A source that can be shown: it may have faults, but not of a kind that leaves nothing to show."""
-    from reshard_mpi.storage.source import load_alone
-
-    source = load_alone(folder)
-    if not source.findings.is_sound:
-        source.raise_first()
-    return source
-
-
 def _sample(options: argparse.Namespace) -> int:
     from reshard_mpi.sample import write_sample
 
@@ -330,7 +348,7 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.verify import verify
     from reshard_mpi.mpi.comm import on_root, raise_together
 
-    verdict = verify(comm, options.source, options.progress)
+    verdict = verify(comm, options.source, options.progress, options.source_template)
 
     def tell() -> None:
         assert verdict is not None
@@ -349,7 +367,7 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.compare import compare
     from reshard_mpi.mpi.comm import root_value
 
-    found = compare(comm, options.a, options.b, options.progress)
+    found = compare(comm, options.a, options.b, options.progress, (options.a_template, options.b_template))
 
     def tell() -> int:
         assert found is not None
@@ -357,3 +375,10 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         return 0 if found["equal"] else 1
 
     return root_value(comm, tell)
+
+
+# What needs a source alone, however it is loaded.
+OF_A_SOURCE: "dict[str, Callable[[argparse.Namespace, Callable[[], Source]], int]]" = {
+    "plan": _plan,
+    "inspect": _inspect,
+}

@@ -9,8 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 from reshard_mpi import stop
+from reshard_mpi.check.across import Spread, digests_across
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
-from reshard_mpi.errors import IntegrityError, ReshardError, StorageError, expected_error, names
+from reshard_mpi.errors import IntegrityError, ReshardError, expected_error
 from reshard_mpi.mpi.comm import ROOT, agreed
 from reshard_mpi.plan.shares import deal_among, deal_to_least
 from reshard_mpi.report import Progress
@@ -88,28 +89,30 @@ class Shelf:
         """The ranks that see all files of the tensor."""
         return set.intersection(*(set(self.readers[file]) for file in tensor.files)) if tensor.files else {ROOT}
 
+    def is_spread(self, tensor: WholeTensor) -> bool:
+        """Does no rank see all files of the tensor?"""
+        return bool(self.readers) and not self.readers_of(tensor)
+
 
 def digests_of(
     comm: MPI.Comm, shelf: Shelf, tensors: Sequence[WholeTensor] | None, progress: str = "off"
 ) -> list[str | ReshardError]:
     """Collective: the SHA-256 of each of rank 0's tensors, on rank 0; where one couldn't be read, its error."""
-    unseen = {tensor for tensor in tensors or () if shelf.readers and not shelf.readers_of(tensor)}
+    spread = {tensor for tensor in tensors or () if shelf.is_spread(tensor)}
     with Files(shelf.folder, known=comm.bcast(shelf.known, root=ROOT)) as files:
         digests = deal(
             comm,
-            [tensor for tensor in tensors or () if tensor not in unseen],
+            [tensor for tensor in tensors or () if tensor not in spread],
             lambda tensor: tensor.nbytes,
             lambda tensor: tensor.digest(files),
             progress,
             shelf.readers_of if shelf.readers else None,
         )
-    results = iter(digests)
-    return [_unseen(tensor) if tensor in unseen else next(results) for tensor in tensors or ()]
-
-
-def _unseen(tensor: WholeTensor) -> StorageError:
-    message = f"must be read as a whole, and no rank sees all of its shards: {names(sorted(set(tensor.files)))}"
-    return StorageError(tensor.label, f"{message}; put them where all nodes see them")
+        across = digests_across(
+            comm, files, [Spread.of(tensor, shelf.readers) for tensor in tensors or () if tensor in spread]
+        )
+    of_one, of_several = iter(digests), iter(across)
+    return [next(of_several if tensor in spread else of_one) for tensor in tensors or ()]
 
 
 def check_digests(comm: MPI.Comm, shelf: Shelf, expected: Mapping[WholeTensor, str] | None) -> list[ReshardError]:

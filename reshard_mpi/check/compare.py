@@ -1,18 +1,22 @@
 """Are two checkpoints equal, tensor by tensor, whatever their topologies?"""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from reshard_mpi.check.across import Spread
 from reshard_mpi.check.audit import Shelf, check_equal, deal, equal_groups
 from reshard_mpi.check.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
+from reshard_mpi.checkpoint.template import ShardTemplate
 from reshard_mpi.errors import ReshardError, first_to_tell
-from reshard_mpi.mpi.comm import on_root, raise_together
+from reshard_mpi.mpi.comm import ROOT, on_root, raise_together
 from reshard_mpi.mpi.load import load_together
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.source import Source
@@ -37,29 +41,32 @@ class _Difference:
     count: int
 
 
-def compare(comm: MPI.Comm, a_folder: Path, b_folder: Path, progress: str) -> dict[str, Any] | None:
-    """Collective: what differs, on rank 0.
+def compare(
+    comm: MPI.Comm,
+    a_folder: Path,
+    b_folder: Path,
+    progress: str,
+    templates: tuple[ShardTemplate | None, ShardTemplate | None] = (None, None),
+) -> dict[str, Any] | None:
+    """Collective: what differs, on rank 0. The shards of either may lie on the nodes, as its template says.
 
     `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., "first_index": [..], "count": int}]}`
     """
-    a, b = load_together(comm, a_folder), load_together(comm, b_folder)
+    a, b = (
+        load_together(comm, folder, template=template)
+        for folder, template in zip((a_folder, b_folder), templates, strict=True)
+    )
     faults = [fault for source in (a, b) if source for fault in source.findings.faults]
     raise_together(comm, first_to_tell(faults))
-    for source, folder in (
-        (a, a_folder),
-        (b, b_folder),
-    ):  # else one member would stand for a tensor that has no one value
+    shelves = []
+    for source, folder in ((a, a_folder), (b, b_folder)):
+        shelf = Shelf(folder, source.stamps, source.readers) if source else Shelf(folder)
         groups = equal_groups(source, by_tensor(source.case.fragments)) if source else None
-        raise_together(comm, first_to_tell(check_equal(comm, Shelf(folder, source.stamps if source else {}), groups)))
+        # Else one member would stand for a tensor that has no one value.
+        raise_together(comm, first_to_tell(check_equal(comm, shelf, groups)))
+        shelves.append(shelf)
     differences, tasks = on_root(comm, lambda: _metadata_differences(a, b) if a and b else ([], [])) or ([], [])
-    with Files(a_folder) as a_files, Files(b_folder) as b_files:
-        found = deal(
-            comm,
-            tasks,
-            lambda task: task.last - task.first,
-            lambda task: _compare_bytes(task, a_files, b_files),
-            progress,
-        )
+    found = _compare_all(comm, tasks, shelves, progress)
     raise_together(comm, first_to_tell(result for result in found if isinstance(result, ReshardError)))
     return on_root(comm, lambda: _verdict(a, tasks, found, differences))
 
@@ -87,11 +94,46 @@ def _kind(fragment: Fragment) -> str:
     return f"{fragment.dtype} {list(fragment.global_shape)}"
 
 
-def _compare_bytes(task: _Task, a_files: Files, b_files: Files) -> _Difference | None:
+def _compare_all(
+    comm: MPI.Comm, tasks: list[_Task], shelves: Sequence[Shelf], progress: str
+) -> list[_Difference | None | ReshardError]:
+    """Collective: what differs in each of rank 0's tasks, in order, on rank 0."""
+    readers = [(_readers(task.a, shelves[0], comm), _readers(task.b, shelves[1], comm)) for task in tasks]
+    spread = [not a & b for a, b in readers]
+    seen = {id(task): a & b for task, (a, b) in zip(tasks, readers, strict=True)}
+    with Files(shelves[0].folder) as a_files, Files(shelves[1].folder) as b_files:
+        dealt = deal(
+            comm,
+            [task for task, is_spread in zip(tasks, spread, strict=True) if not is_spread],
+            lambda task: task.last - task.first,
+            lambda task: _compare_bytes(task, partial(task.a.read, a_files), partial(task.b.read, b_files)),
+            progress,
+            (lambda task: seen[id(task)]) if any(shelf.readers for shelf in shelves) else None,
+        )
+        across = []
+        pairs = [
+            (task, Spread.of(task.a, shelves[0].readers), Spread.of(task.b, shelves[1].readers))
+            for task, is_spread in zip(tasks, spread, strict=True)
+            if is_spread
+        ]
+        for task, a, b in comm.bcast(pairs, root=ROOT):
+            across.append(_compare_bytes(task, partial(a.read, comm, a_files), partial(b.read, comm, b_files)))
+    of_one, of_several = iter(dealt), iter(across)
+    return [next(of_several if is_spread else of_one) for is_spread in spread]
+
+
+def _readers(tensor: WholeTensor, shelf: Shelf, comm: MPI.Comm) -> set[int]:
+    """The ranks that can read all of the tensor."""
+    return shelf.readers_of(tensor) if shelf.readers else set(range(comm.size))
+
+
+def _compare_bytes(
+    task: _Task, read_a: Callable[[int, int], Bytes], read_b: Callable[[int, int], Bytes]
+) -> _Difference | None:
     first_index, count = -1, 0
     for first in range(task.first, task.last, PART_NBYTES):
         last = min(first + PART_NBYTES, task.last)
-        here, there = task.a.read(a_files, first, last), task.b.read(b_files, first, last)
+        here, there = read_a(first, last), read_b(first, last)
         if not np.array_equal(here, there):
             elements = _differing_elements(here, there, DTYPES[task.a.dtype].nbits, first)
             first_index = first_index if count else int(elements[0])

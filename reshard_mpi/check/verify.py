@@ -10,6 +10,7 @@ from reshard_mpi.check.audit import Shelf, check_equal, digests_of, equal_groups
 from reshard_mpi.check.oracles import oracle_file_faults
 from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
+from reshard_mpi.checkpoint.template import ShardTemplate
 from reshard_mpi.errors import IntegrityError, ReshardError
 from reshard_mpi.mpi.comm import on_root
 from reshard_mpi.mpi.load import load_together
@@ -29,9 +30,9 @@ class Verdict:
     warnings: list[str] = field(default_factory=list)
 
 
-def verify(comm: MPI.Comm, folder: Path, progress: str) -> Verdict | None:
-    """Collective: the verdict on the case in `folder`, on rank 0."""
-    source = load_together(comm, folder, despite_faults=True)
+def verify(comm: MPI.Comm, folder: Path, progress: str, template: ShardTemplate | None = None) -> Verdict | None:
+    """Collective: the verdict on the case in `folder`, on rank 0; its shards may lie on the nodes, as a `template` says."""
+    source = load_together(comm, folder, despite_faults=True, template=template)
     verdict = (
         Verdict(len(source.case.fragments), warnings=source.warnings, faults=source.findings.faults)
         if source
@@ -59,7 +60,7 @@ def _whole_tensors(source: Source) -> dict[str, list[Fragment]]:
 
 
 def _shelf(folder: Path, source: Source | None) -> Shelf:
-    return Shelf(folder, source.stamps if source else {})
+    return Shelf(folder, source.stamps, source.readers) if source else Shelf(folder)
 
 
 def _verify_arrays(comm: MPI.Comm, folder: Path, source: Source | None, verdict: Verdict, progress: str) -> None:

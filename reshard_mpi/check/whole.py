@@ -53,11 +53,11 @@ class WholeTensor:
         return StoredBoxes(self._form.boxes, self._form.stride, self._form.lead + np.array(self.begins, np.int64))
 
     def read(self, files: Files, first: int, last: int) -> Bytes:
-        """The bytes [first, last) of the tensor; at most PART_NBYTES at once."""
+        """The bytes [first, last) of the tensor, zeros where no place holds any; at most PART_NBYTES at once."""
         assert last - first <= PART_NBYTES
         for file, array in self.shown:
             files.show(file, [array])
-        found = np.empty(last - first, np.uint8)
+        found = np.zeros(last - first, np.uint8)
         position = 0
         for start, stop in range_slabs(self._form.shape, first, last):
             extent = tuple(b - a for a, b in zip(start, stop, strict=True))

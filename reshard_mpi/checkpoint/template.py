@@ -26,8 +26,5 @@ def shard_template(text: str) -> ShardTemplate:
     """The template; UsageError when it is none."""
     is_sound = _RANK.search(text) and not re.search(r"[{}\0]", _RANK.sub("", text))
     if not is_sound or not os.path.isabs(text) or not text.endswith((".safetensors", ".h5")):
-        raise UsageError(
-            "--source-template",
-            f"{text!r} is no absolute path with a rank, like /local/ckpt/rank-{{rank:05d}}.safetensors",
-        )
+        raise UsageError(repr(text), "is no absolute path with a rank, like /local/ckpt/rank-{rank:05d}.safetensors")
     return ShardTemplate(text)

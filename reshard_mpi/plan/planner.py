@@ -18,6 +18,7 @@ from reshard_mpi.plan.schedule import Loads, deal_rounds
 from reshard_mpi.plan.shares import (
     Shares,
     deal_by_bytes,
+    deal_in_order,
     deal_to_least,
     deal_to_readers,
     equal_shares,
@@ -43,9 +44,10 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Resources:
-    """What there is to work with. `writers` is owner (one rank a target file) or shared; `hashing`: digests are wanted.
+    """What there is to work with. `hashing`: digests are wanted.
 
-    `readers`: of each source file, the ranks that see it; empty where all ranks see all files.
+    `writers`: owner (one rank a target file), nodes (likewise, dealt in order), or shared. `readers`: of each source file, the
+    ranks that see it; empty where all ranks see all files.
     """
 
     nranks: int
@@ -166,20 +168,25 @@ def _read_side(rows: Rows, nshards: int, resources: Resources) -> Side:
 
 def _written_side(rows: Rows, source: Side, nshards: int, resources: Resources) -> Side:
     """Who writes what: one rank a file, or whoever has read it."""
-    arrays, nranks = rows.arrays, resources.nranks
-    if resources.writers == "owner":
-        file_nbytes = np.bincount(arrays.file, weights=arrays.nbytes, minlength=nshards).astype(np.int64)
-        owner = np.arange(nshards) if nshards == nranks else deal_by_bytes(file_nbytes, nranks)
-        shares = whole_shares(rows.stored, owner[arrays.file][rows.array])
-    else:
+    if resources.writers == "shared":
         shares = shares_of_readers(rows.stored, rows.tensor, source.stored, source.tensor, source.rank)
-    return _side(rows, shares, arrays)
+        return _side(rows, shares, rows.arrays)
+    owner = _owners(rows.arrays, nshards, resources)
+    return _side(rows, whole_shares(rows.stored, owner[rows.array]), replace(rows.arrays, hasher=owner))
+
+
+def _owners(arrays: ArrayTable, nshards: int, resources: Resources) -> Ints:
+    """Of each array the rank that writes its file."""
+    if nshards == resources.nranks or resources.writers == "nodes":
+        return deal_in_order(nshards, resources.nranks)[arrays.file]
+    nbytes = np.bincount(arrays.file, weights=arrays.nbytes, minlength=nshards).astype(np.int64)
+    return deal_by_bytes(nbytes, resources.nranks)[arrays.file]
 
 
 def _with_hashers(target: Side, source: Side, prefixes: Prefixes, nranks: int) -> Side:
     """Who computes the digest of each target array: its writer; where there are several, the reader of its beginning.
 
-    Where nothing is known of the beginning, it is whoever has least to hash.
+    Where nothing is known of the beginning, it is whoever has least to hash; where nothing is written, the owner of the file.
     """
     arrays = target.arrays
     least, most = np.full(len(arrays.file), nranks), np.full(len(arrays.file), -1)
@@ -189,7 +196,7 @@ def _with_hashers(target: Side, source: Side, prefixes: Prefixes, nranks: int) -
     is_whole = has_prefix & (prefixes.nbytes == arrays.nbytes)
     is_known = is_whole & (source.arrays.nbytes[prefixes.source] == arrays.nbytes)
     reader = source.arrays.hasher[prefixes.source]
-    hasher = np.where(has_prefix & several | is_whole, reader, np.where(most < 0, 0, most))
+    hasher = np.where(has_prefix & several | is_whole, reader, np.where(most < 0, arrays.hasher, most))
     begins = has_prefix & (hasher == reader) & ~is_known
     begins_nbytes = np.where(begins, prefixes.nbytes, 0)
     left_nbytes = np.where(is_known, 0, arrays.nbytes - begins_nbytes)

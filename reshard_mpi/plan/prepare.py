@@ -66,10 +66,12 @@ class Prepared:
     """A job, ready to run.
 
     `source_fragments[i]` are the fragments stored in row i of the plan's source arrays, `tensors[i]` is the id of its tensor i.
+    `target_arrays` says where each of the outgoing arrays lies.
     """
 
     outgoing: Outgoing
     target_files: tuple[TargetFile, ...]
+    target_arrays: tuple[StoredArray, ...]
     source_files: tuple[str, ...]
     source_fragments: tuple[tuple[Fragment, ...], ...]
     plan: Plan
@@ -235,6 +237,7 @@ def prepare(source: Source, outgoing: Outgoing, resources: Resources, earlier: E
     return Prepared(
         outgoing,
         files,
+        tuple(spans),
         tuple(file_names.get(rank, "") for rank in range(case.world_size)),
         fragments_of,
         plan,

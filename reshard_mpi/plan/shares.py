@@ -36,9 +36,18 @@ def deal_by_bytes(nbytes: Ints, nranks: int) -> Ints:
     """
     total = int(nbytes.sum())
     if not total:
-        return np.arange(len(nbytes), dtype=np.int64) * nranks // max(len(nbytes), 1)
+        return deal_in_order(len(nbytes), nranks)
     middles = np.cumsum(nbytes) - nbytes / 2
     return np.minimum((middles / total * nranks).astype(np.int64), nranks - 1)
+
+
+def deal_in_order(nitems: int, nranks: int) -> Ints:
+    """Rank of each item when items, in order, are dealt to ranks in order.
+
+    >>> deal_in_order(4, 2).tolist(), deal_in_order(2, 4).tolist()
+    ([0, 0, 1, 1], [0, 2])
+    """
+    return np.arange(nitems, dtype=np.int64) * nranks // max(nitems, 1)
 
 
 def deal_to_readers(nbytes: Ints, file: Ints, readers: Sequence[tuple[int, ...]]) -> Ints:

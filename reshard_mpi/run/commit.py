@@ -7,7 +7,7 @@ import ctypes
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,12 +46,17 @@ def _check_no_links(out: Path) -> None:
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """UsageError unless OUT may be written: apart from SOURCE, and not there yet (or a case that may be replaced)."""
     _check_no_links(out)
-    here = Path(os.path.realpath(source))
-    for path in (out, partial_of(out)):
+    check_apart(f"the source {source}", source, (out, partial_of(out)))
+    check_out(out, overwrite)
+
+
+def check_apart(what: str, folder: Path, others: Iterable[Path]) -> None:
+    """UsageError when one of the `others` is equal to, inside or around a folder."""
+    here = Path(os.path.realpath(folder))
+    for path in others:
         there = Path(os.path.realpath(path))
         if here == there or here in there.parents or there in here.parents:
-            raise UsageError(str(path), f"is equal to, inside or around the source {source}; write to another folder")
-    check_out(out, overwrite)
+            raise UsageError(str(path), f"is equal to, inside or around {what}; write to another folder")
 
 
 def check_out(out: Path, overwrite: bool) -> None:
@@ -130,6 +135,11 @@ class PartialFolder:
         for entry in self.path.iterdir():
             if entry.name != LOCK and entry.name not in kept:
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+
+    def begin_anew(self, identity: Mapping[str, object]) -> None:
+        """Forget what an earlier run has left: it is gone."""
+        self._close_journal()
+        self._journal, self.durable = Journal.begun(self.path, identity), Durable()
 
     def note(self, durable: Durable) -> None:
         """Return when it is on the storage that this is durable."""

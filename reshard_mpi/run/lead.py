@@ -4,7 +4,7 @@ All that reads manifests, lays out tensors and plans is imported from here, and 
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +29,11 @@ from reshard_mpi.plan.earlier import Earlier, Ranges, joined
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
-from reshard_mpi.run.commit import PartialFolder, check_paths
+from reshard_mpi.run.commit import PartialFolder, check_apart, check_paths, partial_of
 from reshard_mpi.run.journal import Durable
 from reshard_mpi.run.lock import holder
 from reshard_mpi.run.move import Names, News
+from reshard_mpi.run.node_shards import Found, NodeShards, check_not_placed, check_target_template, node_shards
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
 from reshard_mpi.storage.entries import FOLDER, Entry, check_entries, copy_entries, file_name, left_out
@@ -41,7 +42,7 @@ from reshard_mpi.storage.known import Known, Stamp
 from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
 from reshard_mpi.storage.shown import ShownArray
-from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew, read_headers
+from reshard_mpi.storage.source import DIGEST_OF_NOTHING, Source, described_anew
 
 if TYPE_CHECKING:
     from reshard_mpi.run.wanted import Job
@@ -59,6 +60,7 @@ class Lead:
     prepared: Prepared
     partial: PartialFolder
     layout: LayoutFile | None
+    node_shards: NodeShards | None = None  # where the target's lie, if not in OUT
     continued_nbytes = 0  # of the tensors, what an earlier run has left
 
     def __init__(self, job: "Job", nranks: int):
@@ -67,6 +69,13 @@ class Lead:
         check_paths(job.source, job.out, job.overwrite)
         if job.source_template is not None:
             check_paths(Path(job.source_template.path(0)).parent, job.out, job.overwrite)
+        if job.target_template is not None:
+            check_target_template(job.target_template, job.format)
+            if job.overwrite:
+                raise UsageError(
+                    "--overwrite",
+                    "can't replace files on several nodes in one step; remove them, or write the shards elsewhere",
+                )
         if job.assets is not None and job.format != "hf":
             raise UsageError("--hf-assets", "goes with --format hf; leave it out")
         if job.assets is not None:
@@ -108,9 +117,21 @@ class Lead:
         raise_first(faults)
         assert outgoing is not None
         self.changes = with_padding(self.changes, outgoing)
+        if job.target_template is not None:
+            self.node_shards = node_shards(job.target_template, job.out, outgoing.nranks, self.nranks)
+            self._check_apart(self.node_shards)
         self.source, self.prepared = source, prepare(self.changed, outgoing, self._resources())
         self.warnings = [*source.warnings, *self.changes.warnings]
         warn(self.warnings)
+
+    def _check_apart(self, shards: NodeShards) -> None:
+        """Shards on nodes must not come to lie among those of the source, or in OUT, which isn't there yet."""
+        job, folders = self.job, sorted({Path(place).parent for place in shards.places})
+        read = {Path(job.source_template.path(0)).parent} if job.source_template else set()
+        for folder in (job.source, *read):
+            check_apart(f"the source {folder}", folder, folders)
+        for folder in (job.out, partial_of(job.out)):
+            check_apart(f"OUT, {folder}", folder, folders)
 
     def _check_entries(self, source: Source) -> None:
         """Entries that are kept must be there; then they aren't told to be left out."""
@@ -127,14 +148,8 @@ class Lead:
 
     def _resources(self) -> Resources:
         round_nbytes = round_nbytes_for(self.changed, self.changes, self.job.memory_nbytes)
-        return Resources(self.nranks, round_nbytes, self.job.writers, self.job.verify != "none", self._shard_readers())
-
-    def _shard_readers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each source shard, the ranks that see it; empty where all do."""
-        template = self.job.source_template
-        if template is None:
-            return ()
-        return tuple(self._readers[template.path(rank)] for rank in range(self.changed.case.world_size))
+        readers = tuple(self._readers.values())
+        return Resources(self.nranks, round_nbytes, self.job.writers, self.job.verify != "none", readers)
 
     def seen(self) -> tuple[Known, Mapping[str, tuple[int, ...]]]:
         """What the source's files were like when they were looked at, and which ranks see them, if not all do."""
@@ -170,10 +185,11 @@ class Lead:
     def _stored(self, fragment: Fragment) -> StoredArray:
         return self.source.headers[fragment.payload_file][fragment.payload_key]
 
-    def begin(self) -> Names:
+    def begin(self, found: Sequence[Found]) -> Names:
         """Claim OUT.partial, where there must be room for all that will be written; what the plan's numbers stand for.
 
-        What an earlier run of the same job has left there needs no doing again: then it is planned anew.
+        What an earlier run of the same job has left there, and on the nodes, where it was `found`, needs no doing again: then it
+        is planned anew.
         """
         job = self.job
         identity = {
@@ -189,10 +205,17 @@ class Lead:
             "layout": self.layout.decides() if self.layout else None,
             "digests": job.verify != "none",
             "keep bytes": job.keep_bytes,
+            "target template": job.target_template.text if job.target_template else None,
             "format": [job.format, job.most_file_nbytes, str(job.assets.resolve()) if job.assets else None],
         }
-        self.partial = PartialFolder(job.out, identity, job.restart, [file.name for file in self.prepared.target_files])
+        files = [] if self.node_shards else [file.name for file in self.prepared.target_files]
+        self.partial = PartialFolder(job.out, identity, job.restart, files)
         try:
+            if self._is_continued and not all(of_rank.is_all for of_rank in found):
+                warn([f"{job.out}: what an earlier run has left on the nodes can't be found there; begun anew"])
+                self.partial.begin_anew(identity)
+            if not self._is_continued:
+                check_not_placed(found)
             self.partial.check_space(self._expected_nbytes())
             if self._is_continued:
                 all_nbytes = self.prepared.plan.slabs.volume.sum()
@@ -258,7 +281,7 @@ class Lead:
 
     def _expected_nbytes(self) -> int:
         """Bytes of OUT: the shards, the manifest (about), the oracles."""
-        shards = sum(file.nbytes for file in self.prepared.target_files)
+        shards = 0 if self.node_shards else sum(file.nbytes for file in self.prepared.target_files)
         oracles = sum(math.prod(oracle.shape) * DTYPES[oracle.dtype].nbits // 8 for oracle in self.case.oracles)
         entries = sum(entry.nbytes for entry in self._entries)
         return shards + len(self.case.fragments) * MANIFEST_NBYTES + oracles + entries
@@ -272,14 +295,25 @@ class Lead:
             prepared.source_files,
             self._source_keys(),
             self.partial.path,
-            tuple(file.name for file in prepared.target_files),
+            self._target_names(),
             self._shown(),
             self._casts(),
             self._orders(),
             source_stamps=self._stamps,
-            target_stamps={file.name: Stamp(file.nbytes) for file in prepared.target_files},
+            target_stamps={
+                name: Stamp(file.nbytes) for name, file in zip(self._target_names(), prepared.target_files, strict=True)
+            },
             lock_holder=holder(),
         )
+
+    def _target_names(self) -> tuple[str, ...]:
+        """Of each target file, while it is written: its name in OUT.partial, or its path on a node."""
+        return self.node_shards.partial if self.node_shards else tuple(file.name for file in self.prepared.target_files)
+
+    def target_readers(self) -> dict[str, tuple[int, ...]]:
+        """Which ranks see the files that are written, if not all do."""
+        shards = self.node_shards
+        return {name: (owner,) for name, owner in zip(shards.partial, shards.owners, strict=True)} if shards else {}
 
     def _source_keys(self) -> tuple[str, ...]:
         """Of each source array of the plan, its key in its file."""
@@ -310,8 +344,11 @@ class Lead:
 
     def heads(self) -> list[tuple[list[tuple[str, int, bytes]], bool]]:
         """For each rank, the files that it creates: name, length, first bytes; and whether they are there already."""
-        files = [(file.name, file.nbytes, file.head) for file in self.prepared.target_files]
-        return [(files[rank :: self.nranks], self._is_continued) for rank in range(self.nranks)]
+        shares: list[list[tuple[str, int, bytes]]] = [[] for _ in range(self.nranks)]
+        for number, (name, file) in enumerate(zip(self._target_names(), self.prepared.target_files, strict=True)):
+            owner = self.node_shards.owners[number] if self.node_shards else number % self.nranks
+            shares[owner].append((name, file.nbytes, file.head))
+        return [(share, self._is_continued) for share in shares]
 
     def written(self, digests: Iterable[Mapping[int, bytes]]) -> Case:
         """The case to write, with the digests of its arrays; its oracles have been copied."""
@@ -347,20 +384,21 @@ class Lead:
             warn([message])
 
     def expected_digests(self, written: Case | None) -> tuple[dict[WholeTensor, str], list[ReshardError]]:
-        """Every array that was written and its digest, every whole tensor that has an oracle; and what can't even be read."""
+        """Every array that was written and its digest, every whole tensor that has an oracle; and what is wrong with oracles."""
         assert written is not None
-        names = self._names()
-        headers, faults = read_headers(names.target_folder, names.target_files, names.target_stamps)
+        outgoing, files = self.prepared.outgoing, self._target_names()
         expected: dict[WholeTensor, str] = {}
-        if not faults:
-            for f in written.fragments:
-                array = whole_array(f.payload_file, f.payload_key, headers[f.payload_file][f.payload_key])
-                expected[array] = f.fragment_digest or ""
-            tensors = by_tensor(written.fragments)
-            for oracle in written.oracles:
-                expected[whole_tensor(tensors[oracle.logical_tensor_id], headers)] = oracle.sha256
-            faults = oracle_file_faults(names.target_folder, written) if self.job.writes_case else []
-        return expected, faults
+        arrays: defaultdict[str, dict[str, StoredArray]] = defaultdict(dict)
+        fragments = []
+        for fragment, number in zip(written.fragments, outgoing.array_of, strict=True):
+            file, array = files[outgoing.arrays[number].rank], self.prepared.target_arrays[number]
+            arrays[file][fragment.payload_key] = array
+            expected[whole_array(file, fragment.payload_key, array)] = fragment.fragment_digest or ""
+            fragments.append(msgspec.structs.replace(fragment, payload_file=file))
+        tensors = by_tensor(fragments)
+        for oracle in written.oracles:
+            expected[whole_tensor(tensors[oracle.logical_tensor_id], arrays)] = oracle.sha256
+        return expected, oracle_file_faults(self.partial.path, written) if self.job.writes_case else []
 
     # ---- the end
 
@@ -368,7 +406,7 @@ class Lead:
         """Write `case.json`, or what says it in another format, and make OUT of it all."""
         assert written is not None
         named = []
-        if self.job.format == "hdf5":
+        if self.job.format == "hdf5" and not self.node_shards:
             named += write_global_view(self.prepared.outgoing, self.partial.path)
         if self.job.writes_case:
             text = case_text(written)
@@ -421,6 +459,7 @@ class Lead:
             measured,
             source=str(job.source),
             out=str(job.out),
+            target_template=job.target_template.text if job.target_template else None,
             source_topology=topology_text(case.topology.target),
             target_topology=topology_text(case.topology.source),
             ntensors=len(kept),

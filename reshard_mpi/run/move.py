@@ -80,11 +80,19 @@ Note = Callable[[Sequence[News]], None]  # takes the news of all ranks, in their
 
 
 def move_rounds(
-    comm: MPI.Comm, plan: Plan, names: Names, hashing: bool, progress: Progress, note: Note | None, note_seconds: float
+    comm: MPI.Comm,
+    plan: Plan,
+    names: Names,
+    hashing: bool,
+    progress: Progress,
+    note: Note | None,
+    note_seconds: float,
+    notes_the_end: bool,
 ) -> Moved:
     """Collective: every round of the plan, written durably. The error of any rank is raised on all.
 
-    `note`, on rank 0, is told about every `note_seconds`, and before the ranks stop because of a signal, what is durable.
+    `note`, on rank 0, is told about every `note_seconds`, and before the ranks stop because of a signal, what is durable; and at
+    the end, if that took long, or `notes_the_end`.
     """
     with (
         Files(names.source_folder, known=names.source_stamps) as source,
@@ -124,7 +132,7 @@ def move_rounds(
             except Interrupted:
                 recorder.record()
                 raise
-            recorder.record_the_end()
+            recorder.record_the_end(notes_the_end)
     return Moved(digests, _measured(reader, writer, exchanger), reader.infinite)
 
 
@@ -228,9 +236,9 @@ class _Recorder:
         self._told |= new.keys()
         self._noted = time.monotonic()
 
-    def record_the_end(self) -> None:
+    def record_the_end(self, anyway: bool) -> None:
         """Collective: of a job that took long what is done is noted, too, before it is verified and made visible."""
-        is_due = self._note is not None and time.monotonic() - self._began >= self.seconds
+        is_due = anyway or (self._note is not None and time.monotonic() - self._began >= self.seconds)
         if raise_together(self._comm, None, is_due, stoppable=False):
             self.record()
 

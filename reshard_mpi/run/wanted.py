@@ -30,6 +30,7 @@ class Job:
     assets: Path | None = None  # a folder whose configuration and tokenizer are copied into an hf folder
     keep_bytes: bool = False  # what of DCP is no tensor
     source_template: ShardTemplate | None = None  # of shards that lie on the nodes of the ranks
+    target_template: ShardTemplate | None = None
     overwrite: bool = False
     restart: bool = False
     note_seconds: float = 30.0  # between two notes of what is durable

@@ -23,6 +23,8 @@ def summary_text(report: Mapping[str, Any]) -> str:
         f"{report['source']} ({report['source_topology']}) -> {report['out']} ({report['target_topology']})",
         "  " + ", ".join(plural(report[count], noun) for count, noun in counts),
     ]
+    if report["target_template"]:
+        lines.append(f"  its shards are on the nodes: {report['target_template']}")
     told = [changes_text(report["changes"])]
     if report["kept_bytes"]:
         told.append(f"kept: {plural(len(report['kept_bytes']), 'file')} of what is no tensor, in bytes/")

@@ -41,7 +41,13 @@ def refusals_of(
         round_nbytes_of(memory_nbytes, source.held_nbytes)
         if outgoing is not None and not faults:
             changes = with_padding(changes, outgoing)
-            resources = Resources(nranks, round_nbytes_for(changed, changes, memory_nbytes), writers, hashing)
+            resources = Resources(
+                nranks,
+                round_nbytes_for(changed, changes, memory_nbytes),
+                writers,
+                hashing,
+                tuple(source.readers.values()),
+            )
             return (prepare(changed, outgoing, resources), changes), []
     except ReshardError as fault:
         faults.append(fault)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import InputError, StorageError, UsageError
+from reshard_mpi.errors import InputError, StorageError
 from reshard_mpi.storage.known import Known, Stamp, opened_as_known
 from reshard_mpi.storage.shown import OpenArray, ShownArray
 from reshard_mpi.storage.touching import touching
@@ -223,16 +223,14 @@ def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
             os.close(fd)
 
 
-def check_file(folder: Path, name: str, nbytes: int, head: bytes | bytearray) -> None:
-    """UsageError unless the file is what `create_file` made of it: as long, and with the same beginning."""
+def is_as_created(folder: Path, name: str, nbytes: int, head: bytes | bytearray) -> bool:
+    """Is the file what `create_file` made of it: as long, and with the same beginning?"""
     fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         with touching("read", folder, name):
-            is_same = os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
+            return os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
     finally:
         os.close(fd)
-    if not is_same:
-        raise UsageError(str(folder / name), "isn't as the job before left it; --restart begins anew")
 
 
 def _beginning(fd: int, nbytes: int) -> bytes:

@@ -85,10 +85,12 @@ class Hosts:
         wait_for(lambda: all(f"state {state.upper()}" in _run(self.on(host, *SHOW_LINK)) for host in (0, 1)))
 
     @contextlib.contextmanager
-    def started(self, *arguments: object, mpi: str = "mpich") -> Iterator[subprocess.Popen[str]]:
+    def started(
+        self, *arguments: object, mpi: str = "mpich", ranks_a_host: int = RANKS_A_HOST
+    ) -> Iterator[subprocess.Popen[str]]:
         """`mpirun python ARGUMENTS` on both hosts, running; what is left of it at the end of the block is killed."""
         python, mpirun = require_mpi(mpi)
-        command = self.on(0, mpirun, *self._options(mpi), python, *arguments)
+        command = self.on(0, mpirun, *self._options(mpi, ranks_a_host), python, *arguments)
         try:
             with started(command, job_environ(mpirun, OVER_THE_LINK), self.folder) as process:
                 yield process
@@ -101,20 +103,20 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
 
-    def _options(self, mpi: str) -> Sequence[object]:
-        nranks = RANKS_A_HOST * len(self.pids)
+    def _options(self, mpi: str, ranks_a_host: int) -> Sequence[object]:
+        nranks = ranks_a_host * len(self.pids)
         if mpi == "mpich":
             launcher = ("-launcher", "ssh", "-launcher-exec", self.folder / "launcher", "-iface", "link0")
-            return (*launcher, "-hosts", ",".join(ADDRESSES), "-ppn", RANKS_A_HOST, "-n", nranks)
-        hosts = ",".join(f"{address}:{RANKS_A_HOST}" for address in ADDRESSES)
+            return (*launcher, "-hosts", ",".join(ADDRESSES), "-ppn", ranks_a_host, "-n", nranks)
+        hosts = ",".join(f"{address}:{ranks_a_host}" for address in ADDRESSES)
         launcher = ("--prtemca", "plm_ssh_agent", self.folder / "launcher", "--prtemca", "prte_if_include", NETWORK)
         forwarded = (part for name in ("PYTHONPATH", "PATH") for part in ("-x", name))
-        return (*launcher, *forwarded, "--host", hosts, "--map-by", f"ppr:{RANKS_A_HOST}:node", "-n", nranks)
+        return (*launcher, *forwarded, "--host", hosts, "--map-by", f"ppr:{ranks_a_host}:node", "-n", nranks)
 
     def run_python(
-        self, *arguments: object, mpi: str = "mpich", timeout: float = 60
+        self, *arguments: object, timeout: float = 60, **options: object
     ) -> subprocess.CompletedProcess[str]:
-        with self.started(*arguments, mpi=mpi) as process:
+        with self.started(*arguments, **options) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)
             except subprocess.TimeoutExpired:

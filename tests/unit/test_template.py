@@ -34,5 +34,5 @@ def test_the_rank_stands_in_its_place(text, path):
     ],
 )
 def test_anything_else_is_refused(why, text):
-    with pytest.raises(UsageError, match="--source-template"):
+    with pytest.raises(UsageError, match="no absolute path with a rank"):
         shard_template(text)
