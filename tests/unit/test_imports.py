@@ -9,7 +9,7 @@ import reshard_mpi
 
 ROOMS = ("check", "checkpoint", "formats", "layout", "mpi", "plan", "run", "show", "storage")
 # What talks MPI, or says in its signatures that all ranks call it.
-MAY_NEED_MPI = re.compile(r"reshard_mpi\.(mpi\..+|check\.(audit|compare|verify)|run\.(job|lead|move))")
+MAY_NEED_MPI = re.compile(r"reshard_mpi\.(mpi\..+|check\.(across|audit|compare|verify)|run\.(job|lead|move))")
 HEAVY = ("torch", "matplotlib", "h5py", "tqdm", "rich", "ml_dtypes", "safetensors")
 
 IMPORT_ALL = """

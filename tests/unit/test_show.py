@@ -126,6 +126,7 @@ def report(verify="source", **changes) -> dict:
         "seconds": 1.5,
         "changes": {},
         "kept_bytes": [],
+        "target_template": None,
     }
     return summary_of(ranks, **(of_job | changes))
 
