@@ -27,7 +27,7 @@ from tests.reference.dtypes import bits, nelems
 from tests.unit.moves import Job, Seen, Tensor, Touched, carry_out, describe_job, describe_tensors, table_of
 from tests.unit.tilings import Tile
 
-KINDS = [("owner", False), ("owner", True), ("shared", False), ("shared", True)]  # writers, hashing
+KINDS = [(writers, hashing) for writers in ("owner", "nodes", "shared") for hashing in (False, True)]
 kinds = pytest.mark.parametrize("writers, hashing", KINDS, ids=[f"{w}, {'' if h else 'not '}hashing" for w, h in KINDS])
 
 
@@ -51,7 +51,19 @@ def hold_against_whole_arrays(job: Job, plan: Plan) -> Seen:
         for array in np.flatnonzero(plan.target.is_alone).tolist():
             hold_in_order(seen.written_of[array], plan.target.arrays.hasher[array])
         hold_hashes_that_are_shared(job, plan)
+    if job.resources.writers == "nodes":
+        hold_that_files_are_their_owners(job, plan)
     return seen
+
+
+def hold_that_files_are_their_owners(job: Job, plan: Plan) -> None:
+    """No other rank touches a target file: not to write it, nor to hash what it hasn't read of the source."""
+    arrays = plan.target.arrays
+    owner = shares.deal_in_order(len(job.target.shards), plan.nranks)[arrays.file]
+    assert np.array_equal(plan.target.rank, owner[plan.target.array])
+    if job.resources.hashing:
+        is_read = (arrays.begins_as >= 0) & (arrays.begins_nbytes == arrays.nbytes)
+        assert np.all((arrays.hasher == owner) | (arrays.hasher == NOBODY) | is_read)
 
 
 def hold_hashes_that_are_shared(job: Job, plan: Plan) -> None:
