@@ -307,6 +307,20 @@ def test_compare_finds_what_differs_on_hosts_of_which_no_rank_sees_all(hosts, ca
     assert_refused(done, 4, str(target(hosts)).format(rank=3), "digest")
 
 
+def test_an_array_of_padding_alone_is_hashed_on_its_host(hosts, sample, tmp_path):
+    """Nobody writes it: a new file holds its zeros."""
+    layout = tmp_path / "layout.toml"
+    rows = json.loads((sample / "case.json").read_text())
+    (nrows,) = {f["global_shape"][0] for f in rows["fragments"] if f["fqn"] == "lm_head.weight"}
+    layout.write_text(f'[padding]\n"lm_head.weight" = {{ to = {4 * nrows} }}\n')
+    padded = ("--target", "tp=4", "--layout", layout)
+    assert_done(run_alone("reshard", sample, tmp_path / "answer", *padded))
+    assert_done(hosts.run(*to_nodes(hosts, sample, tmp_path / "out", *padded)))
+    for number, names in enumerate(EVERY):
+        assert filecmp.cmpfiles(hosts.disk(number) / "new", tmp_path / "answer", names, shallow=False)[1:] == ([], [])
+    assert filecmp.cmp(tmp_path / "out" / "case.json", tmp_path / "answer" / "case.json", shallow=False)
+
+
 def test_oracles_of_tensors_that_lie_on_several_hosts_are_checked(hosts, tmp_path):
     source = CASES / "tp2-pp2-to-single"
     done = hosts.run(*to_nodes(hosts, source, tmp_path / "out", "--verify", "full"))
