@@ -213,11 +213,10 @@ def _describe(dataset: "h5py.h5d.DatasetID", dtype: str, shape: tuple[int, ...],
 # ---- the view
 
 
-def write_global_view(outgoing: Outgoing, out: Path) -> list[str]:
-    """`global.h5`, in which every logical tensor is whole, made of the shards beside it; the names of what was written."""
+def write_global_view(outgoing: Outgoing, out: Path) -> None:
+    """`global.h5`, in which every logical tensor is whole, made of the shards beside it."""
     content = global_view(outgoing)
     create_file(out / GLOBAL_FILE, len(content), content)
-    return [GLOBAL_FILE]
 
 
 def global_view(outgoing: Outgoing) -> bytes:

@@ -5,7 +5,6 @@ transformers names the files `model-00001-of-00002.safetensors`, or `model.safet
 
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from reshard_mpi.errors import StorageError, UsageError, storage_error
 from reshard_mpi.formats.hugging_face import INDEX_FILE, MODEL_FILE
 from reshard_mpi.layout.target import Outgoing, TargetArray
 from reshard_mpi.storage.files import create_file
+from reshard_mpi.storage.touching import touching
 
 # Of the assets, what would stand beside the model as if it were one.
 NO_ASSETS = re.compile(r".*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|index\.json)|\..*")
@@ -65,15 +65,14 @@ def file_names(count: int) -> tuple[str, ...]:
     return tuple(f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
 
 
-def write_index(outgoing: Outgoing, out: Path) -> list[str]:
-    """`model.safetensors.index.json`, as transformers writes it, where there are several files; the names of what was written."""
+def write_index(outgoing: Outgoing, out: Path) -> None:
+    """`model.safetensors.index.json`, as transformers writes it, where there are several files."""
     if len(outgoing.files) == 1:
-        return []
+        return
     total = sum(map(_nbytes, outgoing.arrays))
     weight_map = {array.key: outgoing.files[array.rank] for array in outgoing.arrays}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
     create_file(out / INDEX_FILE, len(text.encode()), text.encode())
-    return [INDEX_FILE]
 
 
 def assets_of(folder: Path) -> list[Path]:
@@ -87,14 +86,12 @@ def assets_of(folder: Path) -> list[Path]:
     return found
 
 
-def copy_assets(folder: Path, out: Path) -> list[str]:
-    """Copy the assets to `out`; their names."""
+def copy_assets(folder: Path, out: Path) -> None:
+    """Copy the assets to `out`."""
     for path in assets_of(folder):
-        try:
-            shutil.copyfile(path, out / path.name)
-        except OSError as error:
-            raise storage_error(path, error, "copy") from error
-    return [path.name for path in assets_of(folder)]
+        with touching("read", path):
+            content = path.read_bytes()
+        create_file(out / path.name, len(content), content)
 
 
 def _natural(key: str) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from reshard_mpi.run.node_shards import Found, NodeShards, check_not_placed, che
 from reshard_mpi.storage.cast import CastArray
 from reshard_mpi.storage.digests import algorithm_of, digest_name, digest_row
 from reshard_mpi.storage.entries import FOLDER, Entry, check_entries, copy_entries, file_name, left_out
-from reshard_mpi.storage.files import Files, create_file
+from reshard_mpi.storage.files import create_file
 from reshard_mpi.storage.known import Known, Stamp
 from reshard_mpi.storage.reordered import ReorderedArray
 from reshard_mpi.storage.safetensors import StoredArray
@@ -127,8 +127,8 @@ class Lead:
     def _check_apart(self, shards: NodeShards) -> None:
         """Shards on nodes must not come to lie among those of the source, or in OUT, which isn't there yet."""
         job, folders = self.job, sorted({Path(place).parent for place in shards.places})
-        read = {Path(job.source_template.path(0)).parent} if job.source_template else set()
-        for folder in (job.source, *read):
+        read = {Path(path).parent for path in self._readers}  # of shards on nodes
+        for folder in (job.source, *sorted(read)):
             check_apart(f"the source {folder}", folder, folders)
         for folder in (job.out, partial_of(job.out)):
             check_apart(f"OUT, {folder}", folder, folders)
@@ -405,30 +405,21 @@ class Lead:
     def commit(self, written: Case | None) -> None:
         """Write `case.json`, or what says it in another format, and make OUT of it all."""
         assert written is not None
-        named = []
         if self.job.format == "hdf5" and not self.node_shards:
-            named += write_global_view(self.prepared.outgoing, self.partial.path)
+            write_global_view(self.prepared.outgoing, self.partial.path)
         if self.job.writes_case:
             text = case_text(written)
             create_file(self.partial.path / CASE_FILE, len(text), text)
-            named += [CASE_FILE, *self._write_layout()]
+            if self.layout is not None and self.layout.lasts:  # for those who go on from here
+                text = self.layout.text().encode()
+                create_file(self.partial.path / LAYOUT_FILE, len(text), text)
         else:
-            named += write_index(self.prepared.outgoing, self.partial.path)
-            named += copy_assets(self.job.assets, self.partial.path) if self.job.assets else []
-        with Files(self.partial.path) as files:
-            for name in named:
-                files.sync(name)
+            write_index(self.prepared.outgoing, self.partial.path)
+            if self.job.assets:
+                copy_assets(self.job.assets, self.partial.path)
         copy_entries(self.job.source, self._entries, self.partial.path, self.job.verify != "none")
         check_paths(self.job.source, self.job.out, self.job.overwrite)
         self.partial.commit()
-
-    def _write_layout(self) -> list[str]:
-        """The layout that was used, if there was one, for those who go on from here; the name of its file."""
-        if self.layout is None or not self.layout.lasts:
-            return []
-        text = self.layout.text().encode()
-        create_file(self.partial.path / LAYOUT_FILE, len(text), text)
-        return [LAYOUT_FILE]
 
     def _are_verifiable(self) -> list[bool]:
         """Of each source array that is read, whether it has a digest, or a checksum that it is held against in reading."""

@@ -211,7 +211,10 @@ def _copied(from_fd: int, fd: int, nbytes: int, from_offset: int, offset: int) -
 
 
 def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
-    """A new file of `nbytes` bytes that begins with `head`; space for all of it is taken now, so that none lacks later."""
+    """A new file of `nbytes` bytes that begins with `head`, on the storage.
+
+    Space for all of it is taken now, so that none lacks later.
+    """
     with touching(f"write {nbytes} bytes to", path):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
@@ -219,6 +222,10 @@ def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
             done = 0
             while done < len(head):
                 done += os.pwrite(fd, memoryview(head)[done:], done)
+            with touching(
+                "sync", path
+            ):  # there may be nothing more to write: to a shard without arrays, or of padding alone
+                os.fsync(fd)
         finally:
             os.close(fd)
 
