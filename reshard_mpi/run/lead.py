@@ -411,8 +411,8 @@ class Lead:
             text = case_text(written)
             create_file(self.partial.path / CASE_FILE, len(text), text)
             if self.layout is not None and self.layout.lasts:  # for those who go on from here
-                text = self.layout.text().encode()
-                create_file(self.partial.path / LAYOUT_FILE, len(text), text)
+                used = self.layout.text().encode()
+                create_file(self.partial.path / LAYOUT_FILE, len(used), used)
         else:
             write_index(self.prepared.outgoing, self.partial.path)
             if self.job.assets:
