@@ -26,12 +26,13 @@ class Durable(Struct, frozen=True, forbid_unknown_fields=True):
 
     `written`: of tensors, by id, the bytes [begin, end) that are in every array of the target that holds them. `verified`: of
     source files, the keys of the arrays that were held against their digests. `digests`: of target files, by key, the SHA-256 of
-    arrays in hex.
+    arrays in hex. `infinite`: of tensors, by id, how many elements of what is written have become infinite.
     """
 
     written: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     verified: dict[str, list[str]] = field(default_factory=dict)
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
+    infinite: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: "Durable") -> None:
         for tensor, ranges in other.written.items():
@@ -40,6 +41,8 @@ class Durable(Struct, frozen=True, forbid_unknown_fields=True):
             self.verified.setdefault(file, []).extend(keys)
         for file, digests in other.digests.items():
             self.digests.setdefault(file, {}).update(digests)
+        for tensor, count in other.infinite.items():
+            self.infinite[tensor] = self.infinite.get(tensor, 0) + count
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

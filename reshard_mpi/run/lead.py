@@ -161,7 +161,7 @@ class Lead:
 
     def unread_arrays(self) -> dict[WholeTensor, str]:
         """The stored arrays of the kept tensors that the plan doesn't read, and their digests."""
-        read, kept = self._arrays_read(), self._kept_tensors()
+        read, kept = set(self._arrays_read().values()), self._kept_tensors()
         return {
             whole_array(
                 f.payload_file, f.payload_key, self._stored(f), algorithm_of(f.fragment_digest)
@@ -177,10 +177,17 @@ class Lead:
         ids = {fragment.logical_tensor_id for fragment in self.case.fragments}
         return {(self.changes.source_ids or {}).get(tensor, tensor) for tensor in ids}
 
-    def _arrays_read(self) -> set[tuple[str, str]]:
-        """(file, key) of the arrays that a round reads; an alias that is stored once in the target is not read twice."""
-        read, keys = set(self.prepared.plan.source.array.tolist()), self._source_keys()
-        return {(self.prepared.source_fragments[array][0].payload_file, keys[array]) for array in read}
+    def _arrays_read(self) -> dict[int, tuple[str, str]]:
+        """(file, key) of each source array of the plan that a round reads, as the source calls it.
+
+        An alias that is stored once in the target is not read twice.
+        """
+        read = set(self.prepared.plan.source.array.tolist())
+        return {
+            number: (file, array.cast.key if array.cast else key)
+            for number, (file, key, array) in enumerate(self._source_arrays())
+            if number in read
+        }
 
     def _stored(self, fragment: Fragment) -> StoredArray:
         return self.source.headers[fragment.payload_file][fragment.payload_key]
@@ -267,6 +274,9 @@ class Lead:
             for array, digest in of_rank.digests.items():
                 file, key = target[array]
                 durable.digests.setdefault(file, {})[key] = digest.hex()
+            for number, count in of_rank.infinite.items():
+                name = self.prepared.tensors[number]
+                durable.infinite[name] = durable.infinite.get(name, 0) + count
         self.partial.note(durable)
 
     def _source_places(self) -> list[tuple[str, str]]:
@@ -317,22 +327,24 @@ class Lead:
 
     def _source_keys(self) -> tuple[str, ...]:
         """Of each source array of the plan, its key in its file."""
-        casts, orders = self._casts(), self._orders()
         return tuple(
-            orders[array].key if array in orders else casts[array].key if array in casts else fragments[0].payload_key
-            for array, fragments in enumerate(self.prepared.source_fragments)
+            array.order.key if array.order else array.cast.key if array.cast else key
+            for _, key, array in self._source_arrays()
         )
 
     def _casts(self) -> dict[int, CastArray]:
         """The arrays whose elements are converted as they are read, by source array of the plan."""
-        return {number: array.cast for number, array in enumerate(self._source_arrays()) if array.cast}
+        return {number: array.cast for number, (_, _, array) in enumerate(self._source_arrays()) if array.cast}
 
     def _orders(self) -> dict[int, ReorderedArray]:
         """The arrays whose rows are put in another order as they are read, by source array of the plan."""
-        return {number: array.order for number, array in enumerate(self._source_arrays()) if array.order}
+        return {number: array.order for number, (_, _, array) in enumerate(self._source_arrays()) if array.order}
 
-    def _source_arrays(self) -> Iterator[StoredArray]:
-        return (self.changed.headers[f[0].payload_file][f[0].payload_key] for f in self.prepared.source_fragments)
+    def _source_arrays(self) -> Iterator[tuple[str, str, StoredArray]]:
+        """(file, key, array) of each source array of the plan, as it is called in the changed source."""
+        for fragment, *_ in self.prepared.source_fragments:
+            file, key = fragment.payload_file, fragment.payload_key
+            yield file, key, self.changed.headers[file][key]
 
     def _shown(self) -> dict[str, tuple[ShownArray, ...]]:
         """The source's arrays that are no span of their file, by file."""
@@ -372,8 +384,8 @@ class Lead:
         return msgspec.structs.replace(self.case, fragments=fragments)
 
     def tell_infinite(self, found: Iterable[Mapping[int, int]]) -> None:
-        """Warn of the elements that have become infinite, once."""
-        counts: Counter[str] = Counter()
+        """Warn of the elements that have become infinite, once: in this run, and in those that it goes on from."""
+        counts = Counter(self.partial.durable.infinite)
         for by_rank in found:
             counts.update({self.prepared.tensors[tensor]: count for tensor, count in by_rank.items()})
         self.infinite = [{"tensor": tensor, "count": count} for tensor, count in sorted(counts.items())]
@@ -423,18 +435,15 @@ class Lead:
 
     def _are_verifiable(self) -> list[bool]:
         """Of each source array that is read, whether it has a digest, or a checksum that it is held against in reading."""
-        found, read = [], set(self.prepared.plan.source.array.tolist())
-        for number, array in enumerate(self._source_arrays()):
-            fragment = self.prepared.source_fragments[number][0]
-            key = array.cast.key if array.cast else fragment.payload_key
-            is_checked = self.changed.headers[fragment.payload_file][key].is_checked
-            if number in read:
-                found.append(fragment.fragment_digest is not None or is_checked)
-        return found
+        return [
+            self.prepared.source_fragments[number][0].fragment_digest is not None
+            or self.changed.headers[file][key].is_checked
+            for number, (file, key) in self._arrays_read().items()
+        ]
 
     def report(self, measured: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
         """What was done; the peak memory of this rank is that of now, when `case.json` has been put together too."""
-        job, case, kept, read = self.job, self.case, self._kept_tensors(), self._arrays_read()
+        job, case, kept, read = self.job, self.case, self._kept_tensors(), set(self._arrays_read().values())
         verifiable = self._are_verifiable()
         measured = [{**measured[0], "peak_rss_nbytes": peak_rss_nbytes()}, *measured[1:]]
         unread_nbytes = sum(

@@ -11,9 +11,9 @@ and then, and before they stop, they make durable what they have written, and ra
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -67,13 +67,14 @@ class Moved:
 class News:
     """What has become durable since it was last noted.
 
-    `slabs` of the plan, the same on all ranks; and what this rank knows of arrays, by number: those of the source that hold their
-    digests, and the digests of the target's.
+    `slabs` of the plan, the same on all ranks; what this rank knows of arrays, by number: those of the source that hold their
+    digests, and the digests of the target's; and how many elements of the slabs have become infinite, by tensor.
     """
 
     slabs: slice
     verified: Sequence[int]
     digests: Mapping[int, bytes]
+    infinite: Mapping[int, int]
 
 
 Note = Callable[[Sequence[News]], None]  # takes the news of all ranks, in their order
@@ -133,7 +134,7 @@ def move_rounds(
                 recorder.record()
                 raise
             recorder.record_the_end(notes_the_end)
-    return Moved(digests, _measured(reader, writer, exchanger), reader.infinite)
+    return Moved(digests, _measured(reader, writer, exchanger), reader.infinite_in(range(plan.nrounds)))
 
 
 class _Pipeline:
@@ -201,9 +202,11 @@ class _Pipeline:
             raise self.agreement.error
         self._writer.sync()
 
-    def news(self, slabs: slice, nverified: int) -> News:
-        """What this rank knows of its arrays, without the `nverified` of which was told before."""
-        return News(slabs, self._reader.verified[nverified:], self._writer.digests_so_far())
+    def news(self, rounds: range, nverified: int, told: Container[int]) -> News:
+        """What these rounds have brought, without the `nverified` source arrays, and the target arrays, `told` before."""
+        slabs = slice(*(int(self._plan.round_first[number]) for number in (rounds.start, rounds.stop)))
+        digests = self._writer.digests_so_far(told)
+        return News(slabs, self._reader.verified[nverified:], digests, self._reader.infinite_in(rounds))
 
 
 class _Recorder:
@@ -213,7 +216,7 @@ class _Recorder:
         self._comm, self._plan, self._pipeline, self._note, self.seconds = comm, plan, pipeline, note, note_seconds
         self.nrounds = 0  # done, unless the next agreement says otherwise
         self._began = self._noted = time.monotonic()
-        self._nslabs, self._nverified = 0, 0
+        self._nrounds_noted, self._nverified = 0, 0
         self._told: set[int] = set()  # target arrays whose digests are noted
 
     @property
@@ -225,15 +228,13 @@ class _Recorder:
         """Collective: make durable what the rounds done so far have written, and have it noted. A signal doesn't disturb it."""
         with agreed(self._comm, stoppable=False):
             self._pipeline.make_durable()
-        reached = int(self._plan.round_first[self.nrounds])
-        news = self._pipeline.news(slice(self._nslabs, reached), self._nverified)
-        new = {array: digest for array, digest in news.digests.items() if array not in self._told}
-        all_news = gather_all(self._comm, replace(news, digests=new))
+        news = self._pipeline.news(range(self._nrounds_noted, self.nrounds), self._nverified, self._told)
+        all_news = gather_all(self._comm, news)
         with agreed(self._comm, stoppable=False):
             if self._note is not None:
                 self._note(all_news)
-        self._nslabs, self._nverified = reached, self._nverified + len(news.verified)
-        self._told |= new.keys()
+        self._nrounds_noted, self._nverified = self.nrounds, self._nverified + len(news.verified)
+        self._told |= news.digests.keys()
         self._noted = time.monotonic()
 
     def record_the_end(self, anyway: bool) -> None:

@@ -7,8 +7,8 @@ k - 1 is written. `preadv`, `pwrite` and hashlib release Python's lock.
 import heapq
 import time
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,7 +77,7 @@ class Reader:
         self._shown = sorted((int(arrays.file[array]), int(arrays.begin[array]), array) for array in self._converted)
         self._ordered: tuple[int, OpenReordered] | None = None
         self._caster = Caster(buffer_nbytes if self._casts else 0)
-        self.infinite: Counter[int] = Counter()  # elements that have become so, by tensor
+        self._infinite: defaultdict[int, Counter[int]] = defaultdict(Counter)  # elements, by round and tensor
         self.verified: list[int] = []  # arrays that hold their digests, as it turns out
         self.work = Work()
 
@@ -98,7 +98,7 @@ class Reader:
                 self._files.read(self._names[file], offset, into)
                 self.work.nbytes += nbytes
             else:
-                self._read_converted(array, offset, into, position, cast)
+                self._read_converted(number, array, offset, into, position, cast)
             read = time.perf_counter()
             self.work.seconds += read - started - (self.work.hash_seconds - hashed)
             for array, begin, size, at in rows:
@@ -112,14 +112,18 @@ class Reader:
         at = bisect_right(self._shown, (file, offset, len(self._arrays.file))) - 1
         return self._shown[at][2] if at >= 0 and self._shown[at][0] == file else None
 
+    def infinite_in(self, rounds: Iterable[int]) -> Counter[int]:
+        """How many finite elements have become infinite in these rounds, by tensor."""
+        return sum((self._infinite[number] for number in rounds if number in self._infinite), Counter())
+
     def _read_converted(
-        self, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None
+        self, number: int, array: int, offset: int, into: memoryview, position: int, parts: CastParts | None
     ) -> None:
         """Read what the array is converted to from `offset` of its file on; `into` lies at `position` of the buffer."""
 
         def infinite(found: NDArray[np.int64]) -> None:
             if parts is not None:
-                self.infinite.update(_within(parts, position + found))
+                self._infinite[number].update(_within(parts, position + found))
 
         read = partial(self._read_ordered if array in self._orders else self._read_stored, array)
         if array in self._casts:
@@ -268,9 +272,10 @@ class Writer:
             self._files.sync(self._names[file])
         self.work.seconds += time.perf_counter() - started
 
-    def digests_so_far(self) -> dict[int, bytes]:
-        """The SHA-256 of those arrays of which all has been written and hashed on the way."""
-        return {array: running.digest() for array, running in self._hashed.items() if running.is_complete}
+    def digests_so_far(self, told: Container[int]) -> dict[int, bytes]:
+        """The SHA-256 of those arrays, not `told` yet, of which all has been written and hashed on the way."""
+        whole = (array for array, running in self._hashed.items() if running.is_complete and array not in told)
+        return {array: self._hashed[array].digest() for array in whole}
 
     def digests(self) -> dict[int, bytes]:
         """The SHA-256 of this rank's share of the arrays; all ranks must have written and synced before."""

@@ -10,11 +10,15 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.jobs.outcome import AT, assert_done, assert_refused, write_sample
 from tests.jobs.test_interrupted import rank_pids
 from tests.mpirun import require_mpi, run_mpi, run_python_mpi, started_python_mpi, wait_for
+from tests.reference.fragments import sha256, shard_name
+from tests.reference.shards import StoredArray, write_shard
+from tests.unit.manifests import manifest, tensor, text_of
 
 # A program that gets SIGUSR1 when rank 1 is about to move for the fourth time.
 STOPPED_ON_THE_WAY = f"""{AT}
@@ -69,11 +73,26 @@ JOBS = [
     ("cast and renamed", 2, ("--target", "tp=4", "--cast", "float32", "--rename", "^model=>m")),
     ("HDF5", 4, ("--target", "tp=3", "--format", "hdf5")),
     ("Hugging Face", 5, ("--format", "hf", "--max-shard-size", "2MB", "--target", "single")),
+    ("padded", 4, ("--target", "tp=4", "--layout", "padded.toml")),
+    ("rows reordered", 2, ("--target", "tp=4", "--layout", "permuted.toml")),
+    ("rows reordered, read back", 4, ("--target", "tp=4", "--layout", "permuted.toml", "--verify", "full")),
 ]
+LAYOUTS = {
+    "padded.toml": '[padding]\n"embed_tokens.weight" = { multiple = 7 }\n"lm_head.weight" = { multiple = 1000 }\n',
+    "permuted.toml": """
+[[operations]]
+permute = "model.embed_tokens.weight"
+unit = 16
+to = "halves"
+""",
+}
 
 
 @pytest.mark.parametrize(("what", "nranks", "options"), JOBS, ids=[what for what, *_ in JOBS])
 def test_after_a_signal_the_same_command_goes_on(tmp_path, sample, what, nranks, options):
+    for name, text in LAYOUTS.items():
+        (tmp_path / name).write_text(text)
+    options = tuple(tmp_path / option if option in LAYOUTS else option for option in options)
     out, expected = tmp_path / "out", tmp_path / "expected"
     assert_done(run_mpi(3, "reshard", sample, expected, *options, "--progress", "off"))
     stopped(sample, out, *options)
@@ -82,6 +101,39 @@ def test_after_a_signal_the_same_command_goes_on(tmp_path, sample, what, nranks,
     assert facts["phases"]["write"]["nbytes"] <= whole - facts["continued_nbytes"]
     assert_equal_folders(expected, out)
     assert not out.with_name("out.partial").exists()
+
+
+def test_what_became_infinite_is_told_of_all_the_runs_of_a_job(tmp_path):
+    sample, out = tmp_path / "sample", tmp_path / "out"
+    values = np.ones((2, 4096, 1024), "f4")
+    values[:, ::3, 5] = 1e9  # more than a float16 can be
+    write_halves(sample, values)
+    options = ("--target", "tp=4", "--cast", "float16")
+    for nranks in (3, 2, 4):
+        stopped(sample, out, *options, nranks=nranks)
+    noted = [json.loads(line).get("durable", {}) for line in (tmp_path / "out.partial" / "journal.jsonl").open()]
+    assert sum("w" in durable.get("infinite", {}) for durable in noted) > 3
+    done = run_mpi(2, "reshard", sample, out, *options, *SMALL, "--report", tmp_path / "report")
+    assert_done(done)
+    count = int((values > 65504).sum())
+    assert json.loads((tmp_path / "report").read_text())["infinite"] == [{"tensor": "w", "count": count}]
+    assert f"w: {count} elements" in done.stderr
+
+
+def write_halves(folder: Path, values: np.ndarray) -> None:
+    """A tensor, of which two ranks hold one half each."""
+    _, nrows, ncolumns = values.shape
+    shape, axes = (2 * nrows, ncolumns), {"tp": 2}
+    held = {(rank,): [((rank * nrows, 0), (nrows, ncolumns))] for rank in range(2)}
+    fragments = tensor("w", shape, held, axes)
+    folder.mkdir()
+    for rank, fragment in enumerate(fragments):
+        raw = values[rank].tobytes()
+        fragment["fragment_digest"] = sha256(raw)
+        write_shard(
+            folder / shard_name(rank), {fragment["payload_key"]: StoredArray("float32", [nrows, ncolumns], raw)}
+        )
+    (folder / "case.json").write_bytes(text_of(manifest(axes, fragments)))
 
 
 def test_it_goes_on_again_and_again(tmp_path, sample):
