@@ -137,9 +137,11 @@ class Call:
     last: int
 
 
-def reshard_counted(nranks: int, source: Path, out: Path, *options: str) -> tuple[dict, list[Call]]:
+def reshard_counted(
+    nranks: int, source: Path, out: Path, *options: str, changes: bool = False
+) -> tuple[dict, list[Call]]:
     """The report of a job, and its calls for the data of shards: those for headers and other files are left out."""
-    report, notes = reshard_watched(nranks, source, out, *options, "--memory", MEMORY)
+    report, notes = reshard_watched(nranks, source, out, *options, "--memory", MEMORY, changes=changes)
     shards = {os.path.realpath(shard): shard for shard in source.glob("rank-*")}
     shards |= {f"{os.path.realpath(out)}.partial/{shard.name}": shard for shard in out.glob("rank-*")}
     data_starts = {shard: head_of(shard)[1] for shard in shards.values()}
@@ -253,3 +255,19 @@ def test_columns_are_put_together_in_memory_and_written_in_few_calls(verify, wri
     """Rows of 16 KiB become rows of 4 KiB: with a call for each, there would be 16384."""
     source = write_array(tmp_path / "source", "w", (4096, 8192), "bfloat16", {"fsdp": 4}, axis=0, layout={"tp": 1})
     assert_moves_each_byte_once(4, source, tmp_path / "out", "tp=4", 4, verify, writers)
+
+
+PERMUTED = '[[operations]]\npermute = "model.embed_tokens.weight"\nunit = 16\nto = "halves"\n'
+
+
+@pytest.mark.parametrize("options", [(), ("--layout", "permuted.toml"), ("--cast", "float32")], ids=" ".join)
+def test_full_reads_every_byte_of_the_source_once(options, tmp_path, monkeypatch):
+    """Also what the target has no need of, replicas, and what is converted as it is read."""
+    monkeypatch.chdir(tmp_path)
+    Path("permuted.toml").write_text(PERMUTED)
+    source = write_sample(tmp_path / "source", "8M", tp=2, dp=2)
+    arguments = ("--target", "tp=4", "--verify", "full", *options)
+    _, calls = reshard_counted(3, source, tmp_path / "out", *arguments, changes=bool(options))
+    for shard in source.glob("rank-*"):
+        reads = [call for call in calls if call.kind == "read" and call.shard == shard]
+        assert nbytes_of(reads) == shard.stat().st_size - head_of(shard)[1]
