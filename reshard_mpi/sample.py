@@ -21,7 +21,7 @@ from reshard_mpi.errors import UsageError, raise_first
 from reshard_mpi.layout.rules import target_layout
 from reshard_mpi.layout.target import Outgoing, outgoing_case
 from reshard_mpi.plan.prepare import target_files
-from reshard_mpi.run.commit import PartialFolder, check_out
+from reshard_mpi.run.commit import PartialFolder, check_out, finish_commit
 from reshard_mpi.storage.digests import digest_name
 from reshard_mpi.storage.files import Files, create_file
 
@@ -77,6 +77,7 @@ class Llama:
 
 def write_sample(out: Path, nbytes: int, target: Mesh, dtype: str, seed: int, overwrite: bool) -> Case:
     """Write the checkpoint of about `nbytes` of `dtype` in the topology `target`; the case that was written."""
+    finish_commit(out)
     check_out(out, overwrite)
     if target.size > MOST_SHARDS:
         raise UsageError("sample", f"{target} has {target.size} ranks; a sample has at most {MOST_SHARDS} shards")

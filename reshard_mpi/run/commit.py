@@ -14,8 +14,8 @@ from pathlib import Path
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError, storage_error
 from reshard_mpi.report import warn
-from reshard_mpi.run.journal import JOURNAL, Durable, Journal
-from reshard_mpi.run.lock import LOCK, lock_alone, share
+from reshard_mpi.run.journal import JOURNAL, Durable, Journal, replaces_out
+from reshard_mpi.run.lock import LOCK, freed_lock, lock_alone, share
 from reshard_mpi.storage.files import sync_folder
 from reshard_mpi.storage.touching import touching
 
@@ -66,7 +66,7 @@ def check_out(out: Path, overwrite: bool) -> None:
             return
         if not overwrite:
             raise UsageError(str(out), "exists; choose another folder, or --overwrite to replace it")
-        if not any((out / name).is_file() for name in REPLACEABLE):
+        if not _is_checkpoint(out):
             raise UsageError(str(out), f"holds no {CASE_FILE}, so it is not replaced; choose another folder")
     except OSError as error:
         raise storage_error(out, error, "look at") from error
@@ -162,22 +162,21 @@ class PartialFolder:
             raise StorageError(str(self.path), f"needs {nbytes} bytes, {room} are free; make room, or write elsewhere")
 
     def commit(self) -> None:
-        """Make OUT of it: all names durable, then one rename."""
+        """Make OUT of it: all names durable, then one rename. Killed after that, `finish_commit` does the rest."""
         try:
             sync_folder(self.path)
             replaced = self._rename()
-            try:
-                self._settle()
-            except StorageError as error:
-                message = f"{error.message}; {self.out} is whole, but may be gone again if the machine fails now"
-                raise StorageError(error.where, message) from error
+            self._settle()
+            _tidy(self.out, replaced)
         finally:
             self.close()
-        if replaced is not None:
-            _remove(replaced)
 
     def _rename(self) -> Path | None:
         """Where the folder is now that was called OUT before."""
+        assert self._journal is not None
+        if os.path.lexists(self.out):
+            with touching("write", self._journal.path):
+                self._journal.replace_out()
         with touching("put the finished folder at", self.out):
             if os.path.lexists(self.out):
                 return _exchange(self.path, self.out)
@@ -185,11 +184,54 @@ class PartialFolder:
             return None
 
     def _settle(self) -> None:
-        """What is left to do once OUT is there."""
-        with touching("tidy", self.out):
-            for name in (JOURNAL, LOCK):
-                (self.out / name).unlink()
-        sync_folder(self.out.parent)
+        try:
+            sync_folder(self.out.parent)
+        except StorageError as error:
+            message = f"{error.message}; {self.out} is whole, but may be gone again if the machine fails now"
+            raise StorageError(error.where, message) from error
+
+
+def finish_commit(out: Path) -> None:
+    """Do what is left of a job that was killed when OUT had got its name: what it replaced, its journal and lock must go.
+
+    If it was killed when the old OUT had lost its name, and the new one had none yet, the old one gets it back.
+    """
+    out, partial, aside = named(out), partial_of(out), _aside(out)
+    if any(path.is_symlink() for path in (out, partial, aside)):
+        return
+    has_name = out.exists()
+    folder = out if has_name else partial
+    if not (folder / JOURNAL).is_file() or (has_name and not _is_checkpoint(out)):
+        return
+    with suppress(OSError), freed_lock(folder) as is_free:
+        replaces = replaces_out(folder)
+        if not is_free or replaces is None:
+            return
+        if has_name:
+            old = aside if aside.exists() else partial
+            _tidy(out, old if replaces and old.exists() and not (old / JOURNAL).exists() else None)
+        elif replaces and aside.exists():
+            os.rename(aside, out)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in REPLACEABLE)
+
+
+def _tidy(out: Path, replaced: Path | None) -> None:
+    """What is left to do once OUT is there. The journal goes last: as long as it is there, `finish_commit` knows what to do."""
+    if replaced is not None:
+        _remove(replaced)
+    for name in (LOCK, JOURNAL):
+        try:
+            (out / name).unlink(missing_ok=True)
+        except OSError as error:
+            warn([f"{out / name}: can't be removed ({error.strerror}); {out} is whole, and doesn't need it"])
+
+
+def _aside(out: Path) -> Path:
+    """Where the old OUT is meanwhile, on file systems that can't exchange two names."""
+    return out.with_name(out.name + ".replaced")
 
 
 def _exchange(new: Path, old: Path) -> Path:
@@ -199,7 +241,7 @@ def _exchange(new: Path, old: Path) -> Path:
         _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE
     ):
         return new
-    aside = old.with_name(f"{old.name}.replaced-{os.getpid()}")  # the file system can't exchange
+    aside = _aside(old)  # the file system can't exchange
     os.rename(old, aside)
     try:
         os.rename(new, old)

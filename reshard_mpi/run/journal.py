@@ -46,11 +46,12 @@ class Durable(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One of the three is there."""
+    """One of them is there."""
 
     identity: dict[str, Any] | None = None
     durable: Durable | None = None
     failed: str | None = None
+    replaces_out: bool = False
 
 
 class Journal:
@@ -95,6 +96,10 @@ class Journal:
         """What is here must not be continued."""
         self._append(_Line(failed=why))
 
+    def replace_out(self) -> None:
+        """All is done, and this folder is about to change places with OUT."""
+        self._append(_Line(replaces_out=True))
+
     def _append(self, line: _Line) -> None:
         text = memoryview(msgspec.json.encode(line) + b"\n")
         while text:
@@ -105,6 +110,20 @@ class Journal:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def replaces_out(folder: Path) -> bool | None:
+    """Has the job of the journal been about to put this folder in the place of another? None if it is no journal of ours.
+
+    An OSError is the caller's to tell.
+    """
+    fd = os.open(folder / JOURNAL, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        return any(line.replaces_out for line in _decoded(_whole_lines(fd, folder / JOURNAL), folder / JOURNAL))
+    except UsageError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def _whole_lines(fd: int, path: Path) -> list[bytes]:
@@ -119,13 +138,20 @@ def _whole_lines(fd: int, path: Path) -> list[bytes]:
     return lines
 
 
-def _said(lines: list[bytes], path: Path, identity: Mapping[str, object]) -> Durable:
+def _decoded(lines: list[bytes], path: Path) -> list[_Line]:
+    """The lines, of which the first says of which job they are; UsageError if they can't be understood."""
     try:
-        first, *rest = (msgspec.json.decode(line, type=_Line) for line in lines)
+        found = [msgspec.json.decode(line, type=_Line) for line in lines]
     except (ValueError, msgspec.ValidationError, RecursionError) as error:
         raise _foreign(path) from error
-    if first.identity is None:
+    if not found or found[0].identity is None:
         raise _foreign(path)
+    return found
+
+
+def _said(lines: list[bytes], path: Path, identity: Mapping[str, object]) -> Durable:
+    first, *rest = _decoded(lines, path)
+    assert first.identity is not None
     mine = json.loads(json.dumps(identity))  # as it is read: no tuples
     differs = sorted(key for key in mine.keys() | first.identity.keys() if mine.get(key) != first.identity.get(key))
     if differs:

@@ -29,7 +29,7 @@ from reshard_mpi.plan.earlier import Earlier, Ranges, joined
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
-from reshard_mpi.run.commit import PartialFolder, check_apart, check_paths, partial_of
+from reshard_mpi.run.commit import PartialFolder, check_apart, check_paths, finish_commit, partial_of
 from reshard_mpi.run.journal import Durable
 from reshard_mpi.run.lock import holder
 from reshard_mpi.run.move import Names, News
@@ -66,6 +66,7 @@ class Lead:
     def __init__(self, job: "Job", nranks: int):
         self.job, self.nranks = job, nranks
         round_nbytes_of(job.memory_nbytes)  # too little for any job is told before the source is read
+        finish_commit(job.out)
         check_paths(job.source, job.out, job.overwrite)
         if job.source_template is not None:
             check_paths(Path(job.source_template.path(0)).parent, job.out, job.overwrite)

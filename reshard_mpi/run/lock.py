@@ -7,6 +7,8 @@ write, as the ranks of a job that is being ended may.
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from reshard_mpi.errors import StorageError, UsageError
@@ -40,6 +42,25 @@ def lock_alone(folder: Path) -> int:
             os.pwrite(lock, holder().encode(), 0)
             os.fsync(lock)  # so that other hosts can read it
             return lock
+
+
+@contextmanager
+def freed_lock(folder: Path) -> Iterator[bool]:
+    """Is the lock of the folder held by no job, or gone? In the block no other job gets it."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(lock)
 
 
 def share(lock: int) -> None:

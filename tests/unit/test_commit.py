@@ -1,9 +1,11 @@
 """OUT whole or not at all: what stands in the way, what is continued, and what is left."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from reshard_mpi.checkpoint.manifest import CASE_FILE
 from reshard_mpi.errors import StorageError, UsageError
 from reshard_mpi.run import commit
-from reshard_mpi.run.commit import JOURNAL, LOCK, PartialFolder, check_out, check_paths, partial_of
+from reshard_mpi.run.commit import JOURNAL, LOCK, PartialFolder, check_out, check_paths, finish_commit, partial_of
 from reshard_mpi.run.journal import Durable
 
 MINE, OTHER = {"target": "tp=2"}, {"target": "tp=4"}
@@ -403,13 +405,98 @@ def test_a_case_that_is_replaced_and_can_not_be_removed_is_named(out, monkeypatc
     assert line.startswith(f"reshard_mpi: warning: {partial.path}: ") and "remove it" in line
 
 
-def test_once_out_is_there_an_error_says_that_it_is_whole(out, monkeypatch):
+def test_what_of_the_job_can_not_be_removed_from_out_is_named(out, monkeypatch, capsys):
+    partial = begin(out)
+    monkeypatch.setattr(os, "unlink", refused)
+    finish(partial)
+    assert (out / CASE_FILE).exists()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == [str(out / LOCK), str(out / JOURNAL)]
+    monkeypatch.undo()
+    finish_commit(out)
+    assert [entry.name for entry in out.iterdir()] == [CASE_FILE]
+
+
+STEPS = (
+    "open",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.listdir",
+    "os.scandir",
+    "ctypes.dlsym",
+    "fcntl.flock",
+)
+
+
+def dies_at(step: int, job: Callable[[], None]) -> bool:
+    """Run the job in a process that is gone at that step; was it, before its end?"""
+    child = os.fork()
+    if not child:
+        steps = itertools.count(1)
+        sys.addaudithook(lambda event, _: os._exit(9) if event in STEPS and next(steps) == step else None)
+        job()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_killed_at_any_step_of_the_end_out_is_whole_or_absent_and_the_same_command_ends_well(
+    tmp_path, monkeypatch, overwrite, can_exchange
+):
+    """Killed again and again, each time a step later."""
+    if not can_exchange:
+        monkeypatch.setattr(commit, "_RENAME_EXCHANGE", 1 << 30)
+    for step in itertools.count(1):
+        out = tmp_path / str(step) / "out"
+        out.parent.mkdir()
+        if overwrite:
+            a_case(out)
+
+        def job(out=out) -> None:
+            finish_commit(out)
+            check_out(out, overwrite)
+            finish(begin(out))
+
+        if not dies_at(step, job):
+            break
+        if out.exists():
+            assert (out / CASE_FILE).read_text() == '{"new": 1}' or (
+                out / "rank-00000.safetensors"
+            ).read_bytes() == b"old"
+        else:
+            assert not overwrite or not can_exchange
+            assert not overwrite or (out.parent / "out.replaced" / "rank-00000.safetensors").read_bytes() == b"old"
+        if overwrite or not out.exists():
+            job()
+        else:
+            finish_commit(out)
+            with pytest.raises(UsageError, match="exists"):
+                job()
+        assert {entry.name: entry.read_text() for entry in out.iterdir()} == {CASE_FILE: '{"new": 1}'}
+        assert [entry.name for entry in out.parent.iterdir()] == ["out"]
+    assert step > 12
+
+
+def test_what_has_the_name_of_a_journal_and_is_none_is_left_alone(out):
+    a_case(out)
+    for text in ("", "notes\n", "{}\n", '{"durable": {}}\n'):
+        (out / JOURNAL).write_text(text)
+        finish_commit(out)
+        assert (out / JOURNAL).read_text() == text
+
+
+def test_as_long_as_the_job_lives_its_end_is_its_own(out):
     partial = begin(out)
     (partial.path / CASE_FILE).write_text("{}")
-    monkeypatch.setattr(os, "unlink", refused)
-    with pytest.raises(StorageError, match="can't tidy: .* is whole"):
-        partial.commit()
-    assert (out / CASE_FILE).exists()
+    os.rename(partial.path, out)
+    finish_commit(out)
+    assert (out / JOURNAL).exists()
+    partial.close()
+    finish_commit(out)
+    assert [entry.name for entry in out.iterdir()] == [CASE_FILE]
 
 
 def test_that_a_digest_did_not_hold_is_told_also_where_it_can_not_be_noted(out, monkeypatch):
