@@ -26,11 +26,12 @@ JOB = ("--target", "tp=4", "--memory", "120K", "--journal-every", 0, "--verify",
 OWNER, SHARED, UNSEEN = ("--writers", "owner"), ("--writers", "shared"), ("--verify", "none")
 STALLING = (*OWNER, "--stall-timeout", 2)
 MPICH, BOTH = ("mpich",), ("mpich", "openmpi")
-GOES_ON, UNTIL_RESTART, IS_DONE, IS_THERE = (
+GOES_ON, UNTIL_RESTART, IS_DONE, IS_THERE, IS_REPLACED = (
     "the same command goes on",
     "refused until `--restart`",
     "OUT is whole",
     "OUT is whole, and says so when asked again",
+    "OUT is whole, and replaced when asked again",
 )
 
 
@@ -197,7 +198,7 @@ FAULTS = [
     killed(VERIFYING, 2),
     killed(CASE, 0),
     killed(RENAMING, 0),
-    killed(REMOVING, 0, left=IS_DONE),
+    killed(REMOVING, 0, left=IS_REPLACED),
     stopped(MANIFEST, 0),
     stopped(PLANNING, 0),
     stopped(CREATING, 2),
@@ -269,16 +270,18 @@ def test_whatever_goes_wrong(tmp_path, source, whole, row, mpi):
         assert "Traceback" not in done.stderr and not error_lines(done.stderr), done.stderr
     else:
         assert_refused(done, row.code, *row.words)
-    if row.left not in (IS_DONE, IS_THERE):
+    if row.left in (GOES_ON, UNTIL_RESTART):
         assert (state(out) if out.exists() else None) == out_was
         if row.left == UNTIL_RESTART:
             assert_refused(run_alone(*command), 2, "--restart")
             command = (*command, "--restart")
-        assert_done(run_alone(*command))
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["note", "out"]
-    assert_equal_folders(expected, out)
     if row.left == IS_THERE:
         assert_refused(run_alone(*command), 2, "exists")
+    elif row.left != IS_DONE:
+        assert_done(run_alone(*command))
+    if row.left != IS_DONE:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["note", "out"]
+    assert_equal_folders(expected, out)
 
 
 READING = Point("a tensor is read", "reshard_mpi.check.whole:WholeTensor.read")
