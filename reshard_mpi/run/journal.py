@@ -3,22 +3,30 @@
 JSON, a line each: the first says of which job it is (whatever decides the bytes of OUT), each later one what has become durable
 since. A line is synced before anything relies on it; the last one may be torn, and then doesn't count. What is noted depends
 neither on the ranks nor on their memory: ranges of the bytes of tensors, in row-major order, and arrays by file and key.
+
+What a line says is written there without a second look at the data, so every line has a CRC-32 of itself and of all before it:
+one that has changed, or is missing, is seen.
 """
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.storage.files import sync_folder
 
 JOURNAL = "journal.jsonl"
 LARGEST_JOURNAL = 1 << 30
+
+
+Offset = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Durable(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,10 +37,10 @@ class Durable(Struct, frozen=True, forbid_unknown_fields=True):
     arrays in hex. `infinite`: of tensors, by id, how many elements of what is written have become infinite.
     """
 
-    written: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    written: dict[str, list[tuple[Offset, Offset]]] = field(default_factory=dict)
     verified: dict[str, list[str]] = field(default_factory=dict)
-    digests: dict[str, dict[str, str]] = field(default_factory=dict)
-    infinite: dict[str, int] = field(default_factory=dict)
+    digests: dict[str, dict[str, Sha256]] = field(default_factory=dict)
+    infinite: dict[str, Offset] = field(default_factory=dict)
 
     def add(self, other: "Durable") -> None:
         for tensor, ranges in other.written.items():
@@ -54,11 +62,18 @@ class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     replaces_out: bool = False
 
 
+class _Sealed(Struct, frozen=True, forbid_unknown_fields=True):
+    """A line as it stands in the file: what it says, and the CRC-32 of that and of what all lines before it say."""
+
+    says: msgspec.Raw
+    crc32: int
+
+
 class Journal:
     """The journal of one job, open to be added to. An OSError is the caller's to tell."""
 
-    def __init__(self, folder: Path, fd: int):
-        self.path, self._fd = folder / JOURNAL, fd
+    def __init__(self, folder: Path, fd: int, crc32: int = 0):
+        self.path, self._fd, self._crc32 = folder / JOURNAL, fd, crc32
 
     @classmethod
     def begun(cls, folder: Path, identity: Mapping[str, object]) -> "Journal":
@@ -82,8 +97,8 @@ class Journal:
         except FileNotFoundError:
             return None, Durable()  # killed before it wrote anything
         try:
-            lines = _whole_lines(fd, path)
-            return cls(folder, fd), _said(lines, path, identity)
+            lines, last_crc32 = _whole_lines(fd, path)
+            return cls(folder, fd, last_crc32), _said(lines, path, identity)
         except BaseException:
             os.close(fd)
             raise
@@ -101,10 +116,13 @@ class Journal:
         self._append(_Line(replaces_out=True))
 
     def _append(self, line: _Line) -> None:
-        text = memoryview(msgspec.json.encode(line) + b"\n")
+        says = msgspec.json.encode(line)
+        crc32 = zlib.crc32(says, self._crc32)
+        text = memoryview(msgspec.json.encode(_Sealed(msgspec.Raw(says), crc32)) + b"\n")
         while text:
             text = text[os.write(self._fd, text) :]
         os.fsync(self._fd)
+        self._crc32 = crc32
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -119,38 +137,39 @@ def replaces_out(folder: Path) -> bool | None:
     """
     fd = os.open(folder / JOURNAL, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        return any(line.replaces_out for line in _decoded(_whole_lines(fd, folder / JOURNAL), folder / JOURNAL))
+        return any(line.replaces_out for line in _whole_lines(fd, folder / JOURNAL)[0])
     except UsageError:
         return None
     finally:
         os.close(fd)
 
 
-def _whole_lines(fd: int, path: Path) -> list[bytes]:
-    """The lines of the file, which afterwards ends with the last whole one."""
+def _whole_lines(fd: int, path: Path) -> tuple[list[_Line], int]:
+    """The lines of the file, which afterwards ends with the last whole one, and its CRC-32; UsageError if they make no sense."""
     if os.fstat(fd).st_size > LARGEST_JOURNAL:
         raise _foreign(path)
     with open(fd, "rb", closefd=False) as file:
-        lines = file.read().split(b"\n")
-    torn = lines.pop()
-    if torn:
-        os.ftruncate(fd, sum(len(line) + 1 for line in lines))
-    return lines
-
-
-def _decoded(lines: list[bytes], path: Path) -> list[_Line]:
-    """The lines, of which the first says of which job they are; UsageError if they can't be understood."""
+        texts = file.read().split(b"\n")
+    torn = texts.pop()
+    found, crc32 = [], 0
     try:
-        found = [msgspec.json.decode(line, type=_Line) for line in lines]
+        for text in texts:
+            sealed = msgspec.json.decode(text, type=_Sealed)
+            crc32 = zlib.crc32(sealed.says, crc32)
+            if sealed.crc32 != crc32:
+                raise _foreign(path)
+            found.append(msgspec.json.decode(sealed.says, type=_Line))
     except (ValueError, msgspec.ValidationError, RecursionError) as error:
         raise _foreign(path) from error
     if not found or found[0].identity is None:
         raise _foreign(path)
-    return found
+    if torn:
+        os.ftruncate(fd, sum(len(text) + 1 for text in texts))
+    return found, crc32
 
 
-def _said(lines: list[bytes], path: Path, identity: Mapping[str, object]) -> Durable:
-    first, *rest = _decoded(lines, path)
+def _said(lines: list[_Line], path: Path, identity: Mapping[str, object]) -> Durable:
+    first, *rest = lines
     assert first.identity is not None
     mine = json.loads(json.dumps(identity))  # as it is read: no tuples
     differs = sorted(key for key in mine.keys() | first.identity.keys() if mine.get(key) != first.identity.get(key))

@@ -26,6 +26,7 @@ from reshard_mpi.formats.hugging_face_target import assets_of, copy_assets, writ
 from reshard_mpi.layout.file import LAYOUT_FILE, NO_LAYOUT, LayoutFile, layout_for
 from reshard_mpi.plan.changes import Changes, with_padding
 from reshard_mpi.plan.earlier import Earlier, Ranges, joined
+from reshard_mpi.plan.plan import Plan
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
 from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
 from reshard_mpi.report import peak_rss_nbytes, summary_of, topology_text, warn
@@ -242,10 +243,16 @@ class Lead:
         """What the journal says, in the numbers of the plan."""
         durable, prepared = self.partial.durable, self.prepared
         number = {tensor: index for index, tensor in enumerate(prepared.tensors)}
-        unknown = durable.written.keys() - number.keys()
-        if unknown:
+        size = dict(zip(prepared.tensors, _tensor_nbytes(prepared.plan), strict=True))
+        odd = {
+            tensor
+            for tensor, parts in durable.written.items()
+            if any(not 0 <= begin <= end <= size.get(tensor, -1) for begin, end in parts)
+        }
+        if odd:
+            where, told = str(self.partial.path), names(sorted(odd))
             raise UsageError(
-                str(self.partial.path), f"its journal names tensors that OUT hasn't: {names(unknown)}; --restart"
+                where, f"its journal names parts of tensors that OUT hasn't: {told}; --restart begins anew"
             )
         written = [(number[tensor], *part) for tensor, parts in durable.written.items() for part in parts]
         verified = {(file, key) for file, keys in durable.verified.items() for key in keys}
@@ -483,3 +490,8 @@ class Lead:
             warnings=self.warnings,
             seconds=round(seconds, 3),
         )
+
+
+def _tensor_nbytes(plan: Plan) -> list[int]:
+    """Of each tensor of a plan in which nothing is done yet."""
+    return np.bincount(plan.slab_tensor, plan.slabs.volume).astype(np.int64).tolist()

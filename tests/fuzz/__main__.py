@@ -78,7 +78,7 @@ def fuzz(name: str) -> None:
             return atheris.Mutate(data, most)
         try:
             return target.mutate(data, random)[:most]
-        except (ValueError, RecursionError, TypeError):  # no JSON any more
+        except (ValueError, LookupError, RecursionError, TypeError):  # no JSON any more, or none of the kind
             return bytes_changed(data, random)[:most]
 
     atheris.Setup(sys.argv, target.run, custom_mutator=mutate)

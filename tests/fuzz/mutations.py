@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
+from tests.unit.journals import said, sealed
+
 Mutate = Callable[[bytes, Random], bytes]
 
 ODD_VALUES: list[Any] = [
@@ -68,6 +70,19 @@ def json_changed(data: bytes, random: Random) -> bytes:
         end = text.find(b":", at)
         text = text[:end] + b": 1, " + text[at + 1 : end] + text[end:] if 0 <= at < end else text
     return text
+
+
+def journal_changed(data: bytes, random: Random) -> bytes:
+    """Its bytes changed, so that seals are broken; or what lines say, sealed anew."""
+    if not random.randint(0, 2):
+        return bytes_changed(data, random)
+    lines = [json.dumps(says).encode() for says in said(data)]
+    at = random.randrange(len(lines))
+    if not random.randint(0, 4):
+        lines[at:at] = random.choices(lines, k=random.randint(0, 2))
+    else:
+        lines[at] = json_changed(lines[at], random).replace(b"\n", b"")
+    return sealed(*lines)
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

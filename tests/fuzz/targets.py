@@ -22,18 +22,25 @@ from reshard_mpi.check.whole import PART_NBYTES, whole_array
 from reshard_mpi.checkpoint.checks import check_case
 from reshard_mpi.checkpoint.manifest import Case, case_text, parse_case
 from reshard_mpi.checkpoint.mesh import Mesh
-from reshard_mpi.errors import InputError, IntegrityError, ReshardError, StorageError
+from reshard_mpi.errors import InputError, IntegrityError, ReshardError, StorageError, UsageError
 from reshard_mpi.layout.file import parse_layout
 from reshard_mpi.layout.rules import Tensor
 from reshard_mpi.plan.prepare import Selection, outgoing_of
-from reshard_mpi.storage.files import Files
+from reshard_mpi.run.journal import JOURNAL
+from reshard_mpi.run.lead import Lead
+from reshard_mpi.run.move import News
+from reshard_mpi.run.node_shards import Found
+from reshard_mpi.run.wanted import Job
+from reshard_mpi.storage.files import Files, file_stamps
 from reshard_mpi.storage.safetensors import build_header
 from reshard_mpi.storage.source import Source, load_alone, read_headers
-from tests.fuzz.mutations import Mutate, bytes_changed, case_changed, json_changed
+from tests.fuzz.mutations import Mutate, bytes_changed, case_changed, journal_changed, json_changed
 from tests.reference import checks
+from tests.reference.dtypes import bits
 from tests.reference.errors import Refused
 from tests.reference.fragments import by_tensor
 from tests.reference.shards import read_shard, strict_json
+from tests.unit.journals import said, sealed
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "v1"
 CASE = FIXTURES / "cases" / "tp3-uneven-to-tp2"
@@ -295,7 +302,81 @@ to = 2
     return [operations, *(path.read_bytes() for path in sorted(presets))]
 
 
+# ---- the journal of a job that was stopped
+
+JOB_MEMORY = 56 << 10  # some rounds
+
+
+def out_partial() -> Path:
+    return scratch() / "out.partial"
+
+
+def lead_of_job() -> Lead:
+    """Of a job that reshards the fixture with one rank, ready to begin."""
+    lead = Lead(Job(CASE, scratch() / "out", Mesh.of({"tp": 2}), JOB_MEMORY), 1)
+    source = load_alone(CASE)
+    source.stamps = file_stamps(CASE, source.headers)
+    lead.prepare(source)
+    return lead
+
+
+def begin(lead: Lead) -> None:
+    lead.begin([Found(True, ())])
+    lead.partial.close()
+
+
+@functools.cache
+def job_files() -> dict[str, bytes]:
+    """What a job leaves in OUT.partial that has noted two of its slabs, and then some more."""
+    shutil.rmtree(out_partial(), ignore_errors=True)
+    lead = lead_of_job()
+    lead.begin([Found(True, ())])
+    for name, nbytes, head in lead.heads()[0][0]:
+        (out_partial() / name).write_bytes(head + bytes(nbytes - len(head)))
+    for slabs in (slice(0, 2), slice(2, 5)):
+        lead.note([News(slabs, [slabs.start], {slabs.start: bytes(range(32))}, {0: 1})])
+    lead.partial.close()
+    return {path.name: path.read_bytes() for path in out_partial().iterdir()}
+
+
+def read_journal(data: bytes) -> None:
+    for name, content in job_files().items():
+        (out_partial() / name).write_bytes(data if name == JOURNAL else content)
+    lead = lead_of_job()
+    every, files = lead.prepared.plan.slabs.volume.sum(), lead.prepared.target_files
+    try:
+        begin(lead)
+    except UsageError as refused:
+        assert "--restart" in str(refused), refused
+        assert all((out_partial() / file.name).read_bytes() == job_files()[file.name] for file in files)
+        return
+    written, left = lead.partial.durable.written, lead.prepared.plan.slabs.volume.sum()
+    assert left + sum(end - begin for parts in written.values() for begin, end in parts) >= every
+    nbytes = {f.logical_tensor_id: math.prod(f.global_shape) * bits(f.dtype) // 8 for f in lead.case.fragments}
+    assert all(begin <= end <= nbytes[tensor] for tensor, parts in written.items() for begin, end in parts)
+    assert all((out_partial() / file.name).exists() == bool(written) for file in files)
+    if not are_sealed(data):  # what had been noted, without the lines that broke off
+        assert written in noted_so_far()
+
+
+def noted_so_far() -> list[dict[str, list[tuple[int, int]]]]:
+    """What the journal of the job said to be written, after each of its lines."""
+    found: list[dict[str, list[tuple[int, int]]]] = [{}]
+    for says in said(job_files()[JOURNAL]):
+        parts = says.get("durable", {}).get("written", {}).items()
+        found.append(found[-1] | {tensor: found[-1].get(tensor, []) + [*map(tuple, part)] for tensor, part in parts})
+    return found
+
+
+def are_sealed(data: bytes) -> bool:
+    try:
+        return data == sealed(*(line[8 : line.rindex(b',"crc32"')] for line in data.splitlines()))
+    except ValueError:
+        return False
+
+
 TARGETS = {
+    "journal": Target(lambda: [job_files()[JOURNAL]], journal_changed, read_journal),
     "case": Target(case_seeds, case_changed, read_case),
     "shard": Target(shard_seeds, bytes_changed, read_shard_file),
     "index": Target(

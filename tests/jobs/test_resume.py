@@ -18,6 +18,7 @@ from tests.jobs.test_interrupted import rank_pids
 from tests.mpirun import require_mpi, run_mpi, run_python_mpi, started_python_mpi, wait_for
 from tests.reference.fragments import sha256, shard_name
 from tests.reference.shards import StoredArray, write_shard
+from tests.unit.journals import said, sealed
 from tests.unit.manifests import manifest, tensor, text_of
 
 # A program that gets SIGUSR1 when rank 1 is about to move for the fourth time.
@@ -52,6 +53,11 @@ def stopped(sample: Path, out: Path, *options: object, nranks: int = 3) -> None:
     done = run_python_mpi(nranks, "-c", STOPPED_ON_THE_WAY, *arguments)
     assert_refused(done, 75, "signal", "goes on from there", out=out)
     assert (out.with_name("out.partial") / "journal.jsonl").is_file()
+
+
+def durable_in(partial: Path) -> list[dict]:
+    """What the lines of the journal say to be durable."""
+    return [says.get("durable", {}) for says in said((partial / "journal.jsonl").read_bytes())]
 
 
 def continued(nranks: int, report: Path, *arguments: object, mpi: str = "mpich") -> dict:
@@ -111,7 +117,7 @@ def test_what_became_infinite_is_told_of_all_the_runs_of_a_job(tmp_path):
     options = ("--target", "tp=4", "--cast", "float16")
     for nranks in (3, 2, 4):
         stopped(sample, out, *options, nranks=nranks)
-    noted = [json.loads(line).get("durable", {}) for line in (tmp_path / "out.partial" / "journal.jsonl").open()]
+    noted = durable_in(tmp_path / "out.partial")
     assert sum("w" in durable.get("infinite", {}) for durable in noted) > 3
     done = run_mpi(2, "reshard", sample, out, *options, *SMALL, "--report", tmp_path / "report")
     assert_done(done)
@@ -142,8 +148,7 @@ def test_it_goes_on_again_and_again(tmp_path, sample):
     there = []
     for nranks in (3, 2, 4):
         stopped(sample, out, "--target", "tp=4", nranks=nranks)
-        lines = (tmp_path / "out.partial" / "journal.jsonl").read_text().splitlines()
-        parts = [json.loads(line).get("durable", {}).get("written", {}) for line in lines]
+        parts = [durable.get("written", {}) for durable in durable_in(tmp_path / "out.partial")]
         there.append(sum(end - begin for written in parts for ranges in written.values() for begin, end in ranges))
     assert there == sorted(set(there)), "each run adds to what is there"
     continued(1, tmp_path / "report", "reshard", sample, out, "--target", "tp=4", *SMALL)
@@ -224,10 +229,9 @@ def lengthen(sample: Path, partial: Path) -> None:
 
 def of_another_version(sample: Path, partial: Path) -> None:
     journal = partial / "journal.jsonl"
-    first, _, rest = journal.read_text().partition("\n")
-    line = json.loads(first)
-    line["identity"]["version"] += ".1"
-    journal.write_text(json.dumps(line) + "\n" + rest)
+    first, *rest = said(journal.read_bytes())
+    first["identity"]["version"] += ".1"
+    journal.write_bytes(sealed(*(json.dumps(says).encode() for says in (first, *rest))))
 
 
 def cut_target(sample: Path, partial: Path) -> None:

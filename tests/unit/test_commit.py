@@ -158,7 +158,7 @@ def test_a_fresh_job_has_a_folder_with_journal_and_lock_also_in_folders_yet_to_b
     partial = begin(tmp_path / "new" / "deep" / "out")
     assert partial.path == tmp_path / "new" / "deep" / "out.partial"
     assert sorted(entry.name for entry in partial.path.iterdir()) == sorted([JOURNAL, LOCK])
-    assert json.loads((partial.path / JOURNAL).read_text())["identity"] == MINE
+    assert json.loads((partial.path / JOURNAL).read_text())["says"]["identity"] == MINE
     assert f"pid {os.getpid()}" in (partial.path / LOCK).read_text()
     assert not (tmp_path / "new" / "deep" / "out").exists()
 

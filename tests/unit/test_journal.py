@@ -7,14 +7,19 @@ import pytest
 from reshard_mpi.errors import UsageError
 from reshard_mpi.run import journal as module
 from reshard_mpi.run.journal import JOURNAL, Durable, Journal
+from tests.unit.journals import said, sealed
 
 IDENTITY = {"target": {"tp": 2}, "cast": [["bfloat16"], []], "version": "1"}
-FIRST = Durable({"w": [(0, 4)], "b": [(0, 2)]}, {"rank-0": ["w"]}, {"rank-0": {"w": "00ff"}})
-SECOND = Durable({"w": [(4, 8)]}, {"rank-0": ["b"], "rank-1": ["w"]}, {"rank-0": {"b": "11"}, "rank-1": {"w": "22"}})
+W0, B0, W1 = (digit * 64 for digit in "0bf")
+FIRST = Durable({"w": [(0, 4)], "b": [(0, 2)]}, {"rank-0": ["w"]}, {"rank-0": {"w": W0}}, {"w": 2})
+SECOND = Durable(
+    {"w": [(4, 8)]}, {"rank-0": ["b"], "rank-1": ["w"]}, {"rank-0": {"b": B0}, "rank-1": {"w": W1}}, {"w": 1}
+)
 BOTH = Durable(
     {"w": [(0, 4), (4, 8)], "b": [(0, 2)]},
     {"rank-0": ["w", "b"], "rank-1": ["w"]},
-    {"rank-0": {"w": "00ff", "b": "11"}, "rank-1": {"w": "22"}},
+    {"rank-0": {"w": W0, "b": B0}, "rank-1": {"w": W1}},
+    {"w": 3},
 )
 
 
@@ -93,6 +98,11 @@ def test_after_a_failure_nothing_can_be_continued(noted):
         "[1]",
         '{"durable": {"written": {"w": [[0]]}}}',
         '{"durable": {"written": {"w": [["0", 4]]}}}',
+        '{"durable": {"written": {"w": [[-1, 4]]}}}',
+        '{"durable": {"written": {"w": [[0, 9223372036854775808]]}}}',
+        '{"durable": {"written": {"w": [[0, 1e3]]}}}',
+        '{"durable": {"digests": {"rank-0": {"w": "00"}}}}',
+        '{"durable": {"infinite": {"w": -1}}}',
         '{"durable": {"others": {}}}',
         '{"durable": null, "more": 1}',
         "[" * 10_000,
@@ -101,14 +111,33 @@ def test_after_a_failure_nothing_can_be_continued(noted):
 )
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_what_makes_no_sense_is_not_believed(line, place, noted):
-    whole = (noted / JOURNAL).read_bytes()
-    odd = line.encode("latin-1") + b"\n"
-    (noted / JOURNAL).write_bytes(odd + whole if place == "first" else whole + odd)
+    whole = [json.dumps(one).encode() for one in said((noted / JOURNAL).read_bytes())]
+    odd = line.encode("latin-1")
+    (noted / JOURNAL).write_bytes(sealed(odd, *whole) if place == "first" else sealed(*whole, odd))
     if (line, place) == ("{}", "last"):
         assert durable(noted) == BOTH  # says nothing
         return
     with pytest.raises(UsageError, match="can't be understood; --restart"):
         durable(noted)
+
+
+def test_what_says_the_same_is_sealed_alike(noted):
+    text = (noted / JOURNAL).read_bytes()
+    assert sealed(*(line[8 : line.rindex(b',"crc32"')] for line in text.splitlines())) == text
+
+
+def test_no_byte_of_it_may_change_and_no_line_be_missing_or_elsewhere(noted):
+    text = (noted / JOURNAL).read_bytes()
+    first, second, third = text.splitlines(keepends=True)
+    changed = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in range(len(text) - 1)]
+    for odd in (*changed, second + third, first + third, first + third + second, text + third):
+        (noted / JOURNAL).write_bytes(odd)
+        try:
+            found = durable(noted)
+        except UsageError as error:
+            assert "--restart" in str(error)
+        else:  # the last line ends with the byte that is no end any more
+            assert found == FIRST
 
 
 def test_a_journal_that_is_too_large_is_not_read(noted, monkeypatch):
@@ -129,5 +158,5 @@ def test_each_line_is_synced_before_it_counts(noted, monkeypatch):
     journal, _ = Journal.continued(noted, IDENTITY)
     journal.note(FIRST)
     assert events == ["write", "fsync"]
-    assert json.loads((noted / JOURNAL).read_bytes().splitlines()[-1])["durable"]["written"]["b"] == [[0, 2]]
+    assert json.loads((noted / JOURNAL).read_bytes().splitlines()[-1])["says"]["durable"]["written"]["b"] == [[0, 2]]
     journal.close()
