@@ -130,11 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_describe(commands.add_parser("describe", help="write case.json for shards that come with none"))
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
-    verify.add_argument("--json", action="store_true", help="print JSON")
     compare = commands.add_parser("compare", help="are two checkpoints equal, tensor by tensor?")
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
-    compare.add_argument("--json", action="store_true", help="print JSON")
+    for command in (verify, compare):
+        command.add_argument("--json", action="store_true", help="print JSON")
+        _add_memory(command)
     _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
     for name, command in commands.choices.items():
         command.add_argument(
@@ -215,13 +216,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of a file of a Hugging Face folder (default 5GB)",
     )
-    parser.add_argument(
-        "--memory",
-        type=binary_size,
-        default=binary_size(DEFAULT_MEMORY),
-        metavar="SIZE",
-        help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
-    )
+    _add_memory(parser)
     parser.add_argument(
         "--writers",
         choices=("auto", "owner", "shared"),
@@ -233,6 +228,16 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         choices=("source", "full", "none"),
         default="source",
         help="what is held against digests (default source)",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        type=binary_size,
+        default=binary_size(DEFAULT_MEMORY),
+        metavar="SIZE",
+        help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
     )
 
 

@@ -330,7 +330,7 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.verify import verify
     from reshard_mpi.mpi.comm import on_root, raise_together
 
-    verdict = verify(comm, options.source, options.progress)
+    verdict = verify(comm, options.source, options.memory, options.progress)
 
     def tell() -> None:
         assert verdict is not None
@@ -349,7 +349,7 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.compare import compare
     from reshard_mpi.mpi.comm import root_value
 
-    found = compare(comm, options.a, options.b, options.progress)
+    found = compare(comm, options.a, options.b, options.memory, options.progress)
 
     def tell() -> int:
         assert found is not None
