@@ -133,13 +133,14 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="recompute every digest and name every fault")
     verify.add_argument("source", type=Path, metavar="CASE")
     _add_source_template(verify)
-    verify.add_argument("--json", action="store_true", help="print JSON")
     compare = commands.add_parser("compare", help="are two checkpoints equal, tensor by tensor?")
     compare.add_argument("a", type=Path, metavar="A")
     compare.add_argument("b", type=Path, metavar="B")
     _add_source_template(compare, "--a-template", "A")
     _add_source_template(compare, "--b-template", "B")
-    compare.add_argument("--json", action="store_true", help="print JSON")
+    for command in (verify, compare):
+        command.add_argument("--json", action="store_true", help="print JSON")
+        _add_memory(command)
     _add_sample(commands.add_parser("sample", help="write a synthetic Llama-like checkpoint"))
     for name, command in commands.choices.items():
         command.add_argument(
@@ -220,13 +221,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of a file of a Hugging Face folder (default 5GB)",
     )
-    parser.add_argument(
-        "--memory",
-        type=binary_size,
-        default=binary_size(DEFAULT_MEMORY),
-        metavar="SIZE",
-        help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
-    )
+    _add_memory(parser)
     parser.add_argument(
         "--writers",
         choices=("auto", "owner", "shared"),
@@ -254,6 +249,16 @@ def _add_source_template(parser: argparse.ArgumentParser, flag: str = "--source-
         type=shard_template,
         metavar="PATH",
         help=f"where nodes keep the shards of {of}, like /local/ckpt/rank-{{rank:05d}}.safetensors; {of} holds case.json",
+    )
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--memory",
+        type=binary_size,
+        default=binary_size(DEFAULT_MEMORY),
+        metavar="SIZE",
+        help=f"buffers of a rank, like 64M or 2G (default {DEFAULT_MEMORY})",
     )
 
 

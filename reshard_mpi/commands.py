@@ -348,7 +348,7 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.verify import verify
     from reshard_mpi.mpi.comm import on_root, raise_together
 
-    verdict = verify(comm, options.source, options.progress, options.source_template)
+    verdict = verify(comm, options.source, options.memory, options.progress, options.source_template)
 
     def tell() -> None:
         assert verdict is not None
@@ -367,7 +367,8 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
     from reshard_mpi.check.compare import compare
     from reshard_mpi.mpi.comm import root_value
 
-    found = compare(comm, options.a, options.b, options.progress, (options.a_template, options.b_template))
+    templates = (options.a_template, options.b_template)
+    found = compare(comm, options.a, options.b, options.memory, options.progress, templates)
 
     def tell() -> int:
         assert found is not None

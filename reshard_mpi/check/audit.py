@@ -11,7 +11,7 @@ from mpi4py import MPI
 from reshard_mpi import stop
 from reshard_mpi.check.across import Spread, digests_across
 from reshard_mpi.check.whole import WholeTensor, whole_box, whole_tensor
-from reshard_mpi.errors import IntegrityError, ReshardError, expected_error
+from reshard_mpi.errors import IntegrityError, PlanningError, ReshardError, expected_error
 from reshard_mpi.mpi.comm import ROOT, agreed
 from reshard_mpi.plan.shares import deal_among, deal_to_least
 from reshard_mpi.report import Progress
@@ -75,6 +75,15 @@ def _cost(task: T, nbytes: Callable[[T], int]) -> int:
         return nbytes(task) + 1
     except ReshardError:
         return 1
+
+
+def check_memory(memory_nbytes: int, buffers_nbytes: int, sources: "Sequence[Source]") -> None:
+    """PlanningError when a rank that needs these buffers, and reads one array of each source at a time, needs more."""
+    least = buffers_nbytes + sum(source.held_nbytes for source in sources)
+    if memory_nbytes < least:
+        folders = " and ".join(sorted({str(source.folder) for source in sources}))
+        message = f"{memory_nbytes} bytes are too few for what a rank holds while it reads {folders}"
+        raise PlanningError("--memory", f"{message}; give at least {-(-least // 1024)}K")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from reshard_mpi.check.across import Spread
-from reshard_mpi.check.audit import Shelf, check_equal, deal, equal_groups
-from reshard_mpi.check.whole import PART_NBYTES, Bytes, WholeTensor, whole_tensor
+from reshard_mpi.check.audit import Shelf, check_equal, check_memory, deal, equal_groups
+from reshard_mpi.check.whole import MOST_SPAN_NBYTES, Bytes, WholeTensor, whole_tensor
 from reshard_mpi.checkpoint.dtypes import DTYPES
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.checkpoint.template import ShardTemplate
@@ -21,7 +22,11 @@ from reshard_mpi.mpi.load import load_together
 from reshard_mpi.storage.files import Files
 from reshard_mpi.storage.source import Source
 
-TASK_NBYTES = 64 * PART_NBYTES  # compared by one rank in one go
+PART_NBYTES = 3 << 19  # compared at once: no element of 4 or 6 bits lies across its edge
+TASK_NBYTES = 128 * PART_NBYTES  # compared by one rank in one go
+BUFFERS_NBYTES = (
+    2 * (PART_NBYTES + MOST_SPAN_NBYTES) + 12 * PART_NBYTES
+)  # of a rank; the last: a byte a bit, and others
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,13 @@ def compare(
     comm: MPI.Comm,
     a_folder: Path,
     b_folder: Path,
+    memory_nbytes: int,
     progress: str,
     templates: tuple[ShardTemplate | None, ShardTemplate | None] = (None, None),
 ) -> dict[str, Any] | None:
-    """Collective: what differs, on rank 0. The shards of either may lie on the nodes, as its template says.
+    """Collective: what differs, on rank 0. `memory_nbytes` bounds the buffers of a rank.
+
+    The shards of either may lie on the nodes, as its template says.
 
     `{"equal": bool, "ntensors": int, "differences": [{"tensor": .., "what": .., "first_index": [..], "count": int}]}`
     """
@@ -58,6 +66,7 @@ def compare(
     )
     faults = [fault for source in (a, b) if source for fault in source.findings.faults]
     raise_together(comm, first_to_tell(faults))
+    on_root(comm, lambda: check_memory(memory_nbytes, BUFFERS_NBYTES, [source for source in (a, b) if source]))
     shelves = []
     for source, folder in ((a, a_folder), (b, b_folder)):
         shelf = Shelf(folder, source.stamps, source.readers) if source else Shelf(folder)
@@ -135,18 +144,19 @@ def _compare_bytes(
         last = min(first + PART_NBYTES, task.last)
         here, there = read_a(first, last), read_b(first, last)
         if not np.array_equal(here, there):
-            elements = _differing_elements(here, there, DTYPES[task.a.dtype].nbits, first)
-            first_index = first_index if count else int(elements[0])
-            count += len(elements)
+            nbits = DTYPES[task.a.dtype].nbits
+            differs = _differing_elements(here, there, nbits)
+            first_index = first_index if count else first * 8 // nbits + int(np.argmax(differs))
+            count += int(np.count_nonzero(differs))
     return _Difference(first_index, count) if count else None
 
 
-def _differing_elements(here: Bytes, there: Bytes, nbits: int, first: int) -> np.ndarray:
-    """Flat indices of the elements that differ; `first` is the tensor's byte at which both begin."""
-    if nbits >= 8:
-        return np.unique((np.flatnonzero(here != there) + first) // (nbits // 8))
-    bits = np.flatnonzero(np.unpackbits(here ^ there, bitorder="little"))
-    return np.unique((bits + first * 8) // nbits)
+def _differing_elements(here: Bytes, there: Bytes, nbits: int) -> NDArray[np.bool_]:
+    """Of each element, in `nbits`: does it differ?"""
+    differing = here ^ there
+    if nbits < 8:
+        differing = np.unpackbits(differing, bitorder="little")
+    return np.asarray(differing.reshape(-1, nbits // 8 if nbits >= 8 else nbits).any(axis=1))
 
 
 def _verdict(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from reshard_mpi.check.audit import Shelf, check_equal, digests_of, equal_groups
+from reshard_mpi.check.audit import Shelf, check_equal, check_memory, digests_of, equal_groups
 from reshard_mpi.check.oracles import oracle_file_faults
-from reshard_mpi.check.whole import WholeTensor, whole_array, whole_tensor
+from reshard_mpi.check.whole import READER_NBYTES, WholeTensor, whole_array, whole_tensor
 from reshard_mpi.checkpoint.manifest import Fragment, by_tensor
 from reshard_mpi.checkpoint.template import ShardTemplate
 from reshard_mpi.errors import IntegrityError, ReshardError
@@ -30,9 +30,15 @@ class Verdict:
     warnings: list[str] = field(default_factory=list)
 
 
-def verify(comm: MPI.Comm, folder: Path, progress: str, template: ShardTemplate | None = None) -> Verdict | None:
-    """Collective: the verdict on the case in `folder`, on rank 0; its shards may lie on the nodes, as a `template` says."""
+def verify(
+    comm: MPI.Comm, folder: Path, memory_nbytes: int, progress: str, template: ShardTemplate | None = None
+) -> Verdict | None:
+    """Collective: the verdict on the case in `folder`, on rank 0. `memory_nbytes` bounds the buffers of a rank.
+
+    The shards may lie on the nodes, as a `template` says.
+    """
     source = load_together(comm, folder, despite_faults=True, template=template)
+    on_root(comm, lambda: check_memory(memory_nbytes, READER_NBYTES, [source] if source else []))
     verdict = (
         Verdict(len(source.case.fragments), warnings=source.warnings, faults=source.findings.faults)
         if source

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 PART_NBYTES = 4 << 20  # of a tensor that are held at once
 MOST_SPAN_NBYTES = 4 * PART_NBYTES  # read at once, where padding lies between
+READER_NBYTES = PART_NBYTES + MOST_SPAN_NBYTES  # of memory, by one who reads
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class WholeTensor:
             into[where] = np.ndarray(
                 tuple((high - low).tolist()), np.uint8, span, 0, tuple(self._stored.stride[row].tolist())
             )
+            del span  # its memory goes before the next one's comes
 
     def _read_halves(
         self, files: Files, low: NDArray[np.int64], high: NDArray[np.int64], start: tuple[int, ...], into: Bytes

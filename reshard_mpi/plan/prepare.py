@@ -128,7 +128,12 @@ def changed_source(source: Source, selection: Selection) -> tuple[Source, Change
 
 def round_nbytes_for(source: Source, changes: Changes, memory_nbytes: int) -> int:
     """Bytes of a round of this job; PlanningError when `memory_nbytes` is too little."""
-    return round_nbytes_of(memory_nbytes, source.held_nbytes, bool(changes.cast))
+    return round_nbytes_of(memory_nbytes, held_nbytes(source), bool(changes.cast))
+
+
+def held_nbytes(source: Source) -> int:
+    """Of memory, beside the buffers, by a rank of a job: one of its threads reads, another one copies."""
+    return 2 * source.held_nbytes
 
 
 @no_garbage_collection()

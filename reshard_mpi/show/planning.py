@@ -13,7 +13,15 @@ from reshard_mpi.errors import ReshardError, names, plural, telling_order
 from reshard_mpi.plan.changes import Changes, with_padding
 from reshard_mpi.plan.plan import Plan, plan_arrays, traffic
 from reshard_mpi.plan.planner import Resources, round_nbytes_of
-from reshard_mpi.plan.prepare import Prepared, Selection, changed_source, outgoing_of, prepare, round_nbytes_for
+from reshard_mpi.plan.prepare import (
+    Prepared,
+    Selection,
+    changed_source,
+    held_nbytes,
+    outgoing_of,
+    prepare,
+    round_nbytes_for,
+)
 from reshard_mpi.report import changes_text, size_text, topology_text
 from reshard_mpi.show.tensors import tensor_facts, tensor_lines
 from reshard_mpi.storage.source import Source
@@ -38,7 +46,7 @@ def refusals_of(
         faults.append(fault)
     faults += oracle_arrays(source.folder, source.case)[1] if source.findings.is_sound else []
     try:
-        round_nbytes_of(memory_nbytes, source.held_nbytes)
+        round_nbytes_of(memory_nbytes, held_nbytes(source))
         if outgoing is not None and not faults:
             changes = with_padding(changes, outgoing)
             resources = Resources(
@@ -79,7 +87,7 @@ def plan_facts(source: Source, prepared: Prepared, changes: Changes) -> dict[str
         "target_topology": dict(case.topology.source),
         "nranks": plan.nranks,
         "nrounds": plan.nrounds,
-        "buffers_nbytes": plan.memory_nbytes,
+        "buffers_nbytes": plan.memory_nbytes + held_nbytes(source),
         "read_nbytes": sum(rank["read_nbytes"] for rank in ranks),
         "sent_nbytes": sum(rank["sent_nbytes"] for rank in ranks),
         "written_nbytes": sum(rank["written_nbytes"] for rank in ranks),
@@ -143,10 +151,11 @@ def _shards(prepared: Prepared) -> list[dict[str, Any]]:
 
 
 def _peak_nbytes(source: Source, prepared: Prepared) -> int:
-    """The memory of rank 0, about: Python and MPI, its buffers, the plan twice (as made, as sent), the manifests."""
+    """The memory of rank 0, about: Python and MPI, buffers, what is held, the plan twice (as made, as sent), the manifests."""
     plan_nbytes = sum(value.nbytes for value in plan_arrays(prepared.plan) if isinstance(value, np.ndarray))
     nfragments = len(source.case.fragments) + len(prepared.outgoing.case.fragments)
-    return RUNNING_NBYTES + prepared.plan.memory_nbytes + 2 * plan_nbytes + nfragments * FRAGMENT_NBYTES
+    buffers_nbytes = prepared.plan.memory_nbytes + held_nbytes(source)
+    return RUNNING_NBYTES + buffers_nbytes + 2 * plan_nbytes + nfragments * FRAGMENT_NBYTES
 
 
 def plan_text(facts: Mapping[str, Any]) -> str:

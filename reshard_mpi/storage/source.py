@@ -76,10 +76,10 @@ class Source:
 
     @property
     def held_nbytes(self) -> int:
-        """Of memory, at most, for an array that is no span of its file: by who reads and by who copies."""
+        """Of memory, at most, for an array that is no span of its file, by one who reads it."""
         arrays = (array for of_file in self.headers.values() for array in of_file.values())
         shown = (one for array in arrays for one in (array.shown, array.order) if one)
-        return 2 * max((one.held_nbytes for one in shown), default=0)
+        return max((one.held_nbytes for one in shown), default=0)
 
     def raise_first(self) -> None:
         raise_first(self.findings.faults)

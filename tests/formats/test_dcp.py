@@ -47,6 +47,23 @@ def test_what_torch_saved_on_several_ranks_becomes_whole(kind, nranks, tmp_path)
     assert compared.returncode == 0, compared.stdout + compared.stderr
 
 
+def test_a_sharded_tensor_becomes_whole(tmp_path):
+    """What FSDP saved before there were DTensors."""
+    saved, truth = written(tmp_path, "sharded", "rows", 3)
+    assert_done(run_mpi(2, "reshard", saved, tmp_path / "out"))
+    assert_holds(tmp_path / "out", truth)
+
+
+def test_tensors_that_are_stored_compressed_are_refused(saved, tmp_path):
+    """As torch marks what its stream transforms (zstd, say) have written."""
+    copy, _ = damaged(saved, tmp_path)
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd"]
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata))
+    done = run_mpi(2, "reshard", copy, tmp_path / "out")
+    assert_refused(done, 3, "transposed", "compressed or transformed", out=tmp_path / "out")
+
+
 @pytest.mark.parametrize("what", ["nested", "flat"])
 def test_a_sole_top_level_key_is_unwrapped_with_a_word(what, tmp_path):
     saved, truth = written(tmp_path, what, "fsdp", 2)

@@ -8,7 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
+from reshard_mpi.cli import binary_size
+from reshard_mpi.plan.planner import UNCOUNTED_NBYTES
 from tests.formats.hdf5_cases import as_hdf5, carrier, case_of_every_kind, change, chunked, contiguous, gzipped, raw
+from tests.jobs.large import MIB, run_watched, write_array
 from tests.jobs.outcome import CASES, assert_done, assert_refused, run_alone
 from tests.mpirun import run_mpi
 from tests.reference import dtypes
@@ -160,6 +163,29 @@ def test_chunks_of_a_large_array_are_read_in_little_memory(tmp_path):
     done = run_mpi(2, "reshard", source, tmp_path / "out", "--target", "tp=3", "--memory", "1M", "--verify", "full")
     assert_done(done)
     assert_done(run_mpi(2, "compare", tmp_path / "case", tmp_path / "out"))
+
+
+def one_chunk(shape: tuple[int, ...]) -> dict:
+    return {"chunks": shape, "compression": "gzip", "compression_opts": 1, "shuffle": True}
+
+
+def test_a_row_of_chunks_larger_than_the_memory_is_refused_by_all_with_what_would_do(tmp_path):
+    """A chunk of 24 MiB can't be read in parts. What would do is enough, and not exceeded."""
+    case = write_array(tmp_path / "case", "w", (6144, 1024), "float32", {}, axis=0)
+    source = as_hdf5(case, tmp_path / "hdf5", one_chunk)
+    plain = tmp_path / "plain"
+    commands = [("verify", source), ("compare", source, case), ("compare", source, source), ("reshard", source, plain)]
+    for number, command in enumerate(commands):
+        done = run_mpi(2, *command, "--memory", "48M")
+        needed = assert_refused(done, 6, "--memory", "give at least", out=plain).split()[-1]
+        done, notes = run_watched(2, tmp_path / f"notes-{number}", *command, "--memory", needed)
+        assert_done(done)
+        assert max(note["peak_rss_nbytes"] for note in notes) <= binary_size(needed) + 150 * MIB
+    assert_refused(run_alone("plan", source, "--memory", "48M"), 6, needed)
+    planned = json.loads(assert_done(run_alone("plan", source, "--memory", needed, "--json")))
+    assert planned["buffers_nbytes"] <= binary_size(needed) + UNCOUNTED_NBYTES
+    assert max(note["peak_rss_nbytes"] for note in notes) <= planned["peak_nbytes"]
+    assert_done(run_alone("compare", case, plain))
 
 
 @pytest.mark.parametrize("mode", LAYOUTS)

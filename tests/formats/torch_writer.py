@@ -1,10 +1,11 @@
 """Checkpoints written with real torch, and what torch itself loads of them.
 
-    mpirun -n N python -m tests.formats.torch_writer train|nested|flat|hf KIND OUT RENDEZVOUS
+    mpirun -n N python -m tests.formats.torch_writer train|nested|flat|hf|sharded KIND OUT RENDEZVOUS
 
 KIND: fsdp (fully_shard), tp (column- and row-wise), fsdp_tp (both). `train` saves {"model": ..., "step": 7}, `nested`
-{"model": ...}, `flat` the state dict itself, `hf` too, with HuggingFaceStorageWriter(save_distributed=True). Beside OUT,
-OUT.truth.safetensors holds every tensor whole, under the name that it should get.
+{"model": ...}, `flat` the state dict itself, `hf` too, with HuggingFaceStorageWriter(save_distributed=True); `sharded` has a
+ShardedTensor, whatever KIND. Beside OUT, OUT.truth.safetensors holds every tensor whole, as torch loads it from there, under the
+name that it should get.
 """
 
 import os
@@ -57,8 +58,31 @@ def model_of(kind: str, size: int) -> nn.Module:
     return model
 
 
+def sharded_state(rank: int, size: int) -> dict[str, object]:
+    """Rows of a matrix on each rank, one more on the last, as the FSDP of before DTensor saved them; and a plain tensor."""
+    from torch.distributed._shard import sharded_tensor
+
+    rows = 3 + (rank == size - 1)
+    part = torch.arange(rows * 5, dtype=torch.float32).reshape(rows, 5) + 15 * rank
+    where = sharded_tensor.ShardMetadata([3 * rank, 0], [rows, 5], f"rank:{rank}/cpu")
+    whole = sharded_tensor.init_from_local_shards([sharded_tensor.Shard(part, where)], 3 * size + 1, 5)
+    return {"w": whole, "b": torch.arange(4)}
+
+
+def write_sharded(out: str, rank: int) -> None:
+    size = dist.get_world_size()
+    checkpoint.save(sharded_state(rank, size), checkpoint_id=out)
+    found = {"w": torch.zeros(3 * size + 1, 5), "b": torch.zeros(4, dtype=torch.int64)}
+    checkpoint.load(found, checkpoint_id=out)
+    if rank == 0:
+        assert torch.equal(found["w"].flatten(), torch.arange(15.0 * size + 5))
+        save_file(found, f"{Path(out)}.truth.safetensors")
+
+
 def main(what: str, kind: str, out: str, rendezvous: str) -> None:
     with process_group(rendezvous) as rank:
+        if what == "sharded":
+            return write_sharded(out, rank)
         state = model_of(kind, dist.get_world_size()).state_dict()
         if what == "hf":
             state = {fqn: tensor for fqn, tensor in state.items() if tensor.is_floating_point()}
@@ -67,6 +91,9 @@ def main(what: str, kind: str, out: str, rendezvous: str) -> None:
         else:
             saved = {"train": {"model": state, "step": 7}, "nested": {"model": state}, "flat": state}[what]
             checkpoint.save(saved, checkpoint_id=out)
+            for tensor in state.values():
+                tensor.zero_()
+            checkpoint.load(saved, checkpoint_id=out)
         whole = {
             fqn: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
             for fqn, tensor in state.items()

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import struct
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,14 +78,14 @@ def write_array(
 
     layout: what is said of mesh axes that the coordinates don't show.
     """
-    rng, itemsize, parts = np.random.default_rng(len(shape)), bits(dtype) // 8, everywhere(axes)
+    rng, parts = np.random.default_rng(len(shape)), everywhere(axes)
     extent = tuple(size // len(parts) if a == axis else size for a, size in enumerate(shape))
     starts = [tuple(rank * n if a == axis else 0 for a, n in enumerate(extent)) for rank in range(len(parts))]
     held = {where: [(start, extent)] for where, start in zip(parts, starts, strict=True)}
     fragments = tensor(name, shape, held, axes, dtype=dtype)
     folder.mkdir()
     for fragment in fragments:
-        array = StoredArray(dtype, list(extent), rng.bytes(math.prod(extent) * itemsize))
+        array = StoredArray(dtype, list(extent), rng.bytes(math.prod(extent) * bits(dtype) // 8))
         fragment["fragment_digest"] = sha256(array.raw)
         write_shard(folder / fragment["payload_file"], {fragment["payload_key"]: array})
     topology = {"source": axes or {"world_size": 1}, "target": {"world_size": 1}, "layout": {name: layout or {}}}
@@ -96,15 +97,23 @@ def reshard_watched(
     nranks: int, source: Path, out: Path, *options: str, mpi: str = "mpich", changes: bool = False
 ) -> tuple[dict, list[dict]]:
     """The report of a job, and what `watched` noted of each rank. It wrote the same tensors to OUT, unless it `changes` them."""
-    notes = out.with_suffix(".notes")
-    notes.mkdir()
-    report = notes / "report.json"
-    arguments = (watched.__file__, notes, "reshard", source, out, *options, "--progress", "off", "--report", report)
-    assert_done(run_python_mpi(nranks, *arguments, mpi=mpi, timeout=120))
+    report = out.with_suffix(".report")
+    done, notes = run_watched(
+        nranks, out.with_suffix(".notes"), "reshard", source, out, *options, "--report", report, mpi=mpi
+    )
+    assert_done(done)
     if not changes:
         assert_same_tensors(source, out)
-    found = [json.loads((notes / f"{rank}.json").read_text()) for rank in range(nranks)]
-    return json.loads(report.read_text()), found
+    return json.loads(report.read_text()), notes
+
+
+def run_watched(
+    nranks: int, notes: Path, *arguments: object, mpi: str = "mpich"
+) -> tuple[subprocess.CompletedProcess[str], list[dict]]:
+    """A command under mpirun, and what `watched` noted of each rank in the folder `notes`."""
+    notes.mkdir()
+    done = run_python_mpi(nranks, watched.__file__, notes, *arguments, "--progress", "off", mpi=mpi, timeout=120)
+    return done, [json.loads((notes / f"{rank}.json").read_text()) for rank in range(nranks)]
 
 
 def head_of(shard: Path) -> tuple[dict[str, dict], int]:

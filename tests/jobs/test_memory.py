@@ -1,14 +1,18 @@
 """No rank holds more than `--memory` and 150 MiB, whatever the checkpoint; on rank 0 also 4 KiB for each fragment."""
 
 import hashlib
+import json
+import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.large import GIB, MIB, fragments_of, large_folder, reshard_watched, write_array
-from tests.jobs.outcome import write_sample
+from tests.jobs.large import GIB, MIB, fragments_of, head_of, large_folder, reshard_watched, run_watched, write_array
+from tests.jobs.outcome import assert_done, assert_refused, write_sample
+from tests.mpirun import run_mpi
 from tests.reference.fragments import sha256, shard_name
 from tests.reference.shards import StoredArray, write_shard
 from tests.unit.manifests import manifest, tensor, text_of, whole
@@ -118,3 +122,30 @@ def test_a_fragment_costs_rank_0_no_more_than_it_may(very_many, tmp_path):
     peaks, nfragments = very_many
     fewer_peaks, nfewer = reshard_tiny(tmp_path, NTINY // 4)
     assert peaks.found[0] - fewer_peaks.found[0] <= (nfragments - nfewer) * FRAGMENT_NBYTES
+
+
+# ---- what is compared
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("float4_e2m1fn", (2048, 6144)), ("float6_e2m3fn", (1024, 6144)), ("uint8", (6 << 20,))]
+)
+def test_elements_that_all_differ_are_counted_within_the_memory(dtype, shape, tmp_path):
+    """6 MiB of them, or 4.5: of an element of a few bits the place was once a number of 8 bytes, and more."""
+    one = write_array(tmp_path / "one", "w", shape, dtype, {"tp": 2}, axis=0)
+    other = Path(shutil.copytree(one, tmp_path / "other"))
+    for shard in other.glob("rank-*"):
+        content, (_, data_start) = shard.read_bytes(), head_of(shard)
+        shard.write_bytes(content[:data_start] + bytes(byte ^ 0xFF for byte in content[data_start:]))
+    options = ("--memory", "64M", "--json")
+    done, notes = run_watched(2, tmp_path / "notes", "compare", one, other, *options)
+    (difference,) = json.loads(assert_done(done, 1))["differences"]
+    assert (difference["first_index"], difference["count"]) == ([0] * len(shape), math.prod(shape))
+    assert all(note["peak_rss_nbytes"] <= (64 + 150) * MIB for note in notes)
+
+
+def test_too_little_memory_to_compare_or_verify_is_refused_with_what_would_do(tmp_path):
+    source = write_array(tmp_path / "source", "w", (8, 8), "float32", {"tp": 2}, axis=0)
+    for command, folders in (("verify", [source]), ("compare", [source, source])):
+        line = assert_refused(run_mpi(2, command, *folders, "--memory", "1M"), 6, "--memory", "give at least")
+        assert_done(run_mpi(2, command, *folders, "--memory", line.split()[-1]))
