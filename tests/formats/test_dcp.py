@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from reshard_mpi.check.whole import whole_array
 from reshard_mpi.errors import InputError, ReshardError
 from reshard_mpi.formats.dcp import describe_dcp
+from reshard_mpi.storage.files import Files
 from tests.formats.contents import arrays_of
 from tests.jobs.outcome import assert_done, assert_refused
 from tests.mpirun import run_mpi, run_python_mpi, tail
@@ -211,6 +213,7 @@ def test_a_pickle_is_read_but_never_run(content, word, tmp_path):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_damage_anywhere_ends_in_an_error_or_in_the_same_tensors(seed, saved, tmp_path):
+    """What of a damaged file holds its checksum has the bytes that were saved. `.metadata` has none: it must make sense."""
     copy, file = damaged(saved, tmp_path)
     noise = np.random.default_rng(seed)
     path = copy / ".metadata" if seed % 2 else file
@@ -223,3 +226,19 @@ def test_damage_anywhere_ends_in_an_error_or_in_the_same_tensors(seed, saved, tm
     except ReshardError:
         return
     assert len(described.case.fragments) <= len(TENSORS)
+    for fragment in described.case.fragments if path == file else ():
+        array = described.headers[fragment.payload_file][fragment.payload_key]
+        whole = whole_array(fragment.payload_file, fragment.payload_key, array, "crc32")
+        with Files(copy) as files:
+            try:
+                found = whole.read(files, 0, whole.nbytes).tobytes() if whole.nbytes else b""
+                is_whole = fragment.fragment_digest in (None, whole.digest(files))
+            except ReshardError:
+                continue
+        assert found == raw(TENSORS[fragment.fqn]) or not is_whole, fragment.fqn
+
+
+def test_a_dtype_that_safetensors_has_no_name_for_is_refused_by_name(tmp_path):
+    checkpoint.save({"w": torch.zeros(3, dtype=torch.complex128)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    done = run_mpi(2, "reshard", tmp_path / "saved", tmp_path / "out")
+    assert_refused(done, 3, "w", "complex128", out=tmp_path / "out")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 
 from tests.formats.contents import arrays_of
 from tests.formats.test_dcp import assert_holds, written
@@ -78,6 +79,9 @@ def test_files_are_as_large_as_asked_for_and_the_index_names_them(tmp_path):
     assert index["metadata"]["total_size"] == sum(sizes.values())
     for fqn, name in index["weight_map"].items():
         assert fqn in arrays_of(tmp_path / "out" / name)
+    for name in files:  # what older versions of transformers ask for
+        with safetensors.safe_open(tmp_path / "out" / name, "np") as file:
+            assert file.metadata() == {"format": "pt"}
 
 
 def test_the_same_bytes_whatever_the_ranks_and_the_memory(tmp_path):
@@ -245,6 +249,7 @@ def rows(folder: Path, tensor: "torch.Tensor", nranks: int = 4) -> None:
     [
         *("bool", "uint8", "int16", "uint32", "int64", "complex64", "float8_e8m0fnu", "float4_e2m1fn_x2"),
         *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+        "float8_e5m2fnuz",
     ],
 )
 def test_dtypes_on_which_the_consolidation_of_torch_fails_are_byte_exact(dtype, tmp_path):
@@ -299,22 +304,28 @@ def test_pieces_of_different_dtypes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "name"),
+    ("files", "words"),
     [
-        (["mp_rank_00_model_states.pt"], "DeepSpeed"),
-        (["global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"], "DeepSpeed"),
-        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron"),
-        (["mp_rank_00_000/model_optim_rng.pt"], "Megatron"),
-        (["model_world_size_2_rank_0.pt"], "verl"),
-        (["manifest.ocdbt"], "Orbax"),
-        (["pytorch_model.bin"], "transformers"),
-        ([], "case.json"),
+        (["mp_rank_00_model_states.pt"], ["DeepSpeed ZeRO", "zero_to_fp32.py"]),
+        (["zero_pp_rank_0_mp_rank_00_model_states.pt"], ["DeepSpeed ZeRO", "zero_to_fp32.py"]),
+        (["global_step5/mp_rank_00_model_states.pt"], ["DeepSpeed ZeRO", "zero_to_fp32.py"]),
+        (["global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"], ["DeepSpeed ZeRO", "zero_to_fp32.py"]),
+        (["zero/layers.0.weight/fp32.pt"], ["DeepSpeed universal", "use DeepSpeed"]),
+        (["iter_0000010/mp_rank_00/model_optim_rng.pt"], ["legacy Megatron", "tools/checkpoint/convert.py"]),
+        (["mp_rank_00_000/model_optim_rng.pt"], ["legacy Megatron", "tools/checkpoint/convert.py"]),
+        (["model_world_size_2_rank_0.pt"], ["verl", "model_merger"]),
+        (["manifest.ocdbt"], ["an Orbax checkpoint", "orbax.checkpoint"]),
+        (["_CHECKPOINT_METADATA"], ["an Orbax checkpoint", "orbax.checkpoint"]),
+        (["pytorch_model.bin"], ["pickled Hugging Face", "transformers"]),
+        ([], ["case.json"]),
     ],
+    ids=lambda one: "".join(one),
 )
-def test_formats_that_are_not_read_are_refused_with_their_name_and_a_tool(files, name, tmp_path):
+def test_formats_that_are_not_read_are_refused_with_their_name_and_a_tool(files, words, tmp_path):
     (tmp_path / "saved").mkdir()
     for file in files:
         (tmp_path / "saved" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "saved" / file).write_bytes(b"x")
-    assert_refused(run_mpi(2, "reshard", tmp_path / "saved", tmp_path / "out"), 3 if files else 5, name)
+    done = run_mpi(2, "reshard", tmp_path / "saved", tmp_path / "out")
+    assert_refused(done, 3 if files else 5, *words, out=tmp_path / "out")
     shutil.rmtree(tmp_path / "saved")

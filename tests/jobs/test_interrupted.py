@@ -121,6 +121,24 @@ def test_a_signal_is_understood_also_while(tmp_path, phase, where):
     assert_done(run_mpi(2, *arguments))
 
 
+def test_a_second_signal_ends_the_job_at_once(tmp_path, sample):
+    """The first one waits for the ranks to agree, which one that is held up doesn't."""
+    held_up = "lambda: (say_and_wait(), time.sleep(100))"
+    program = f"{AT}\nat('reshard_mpi.run.transfer:Reader.read', 1, {held_up})\nmain()"
+    out = tmp_path / "out"
+    arguments = ("reshard", sample, out, "--target", "tp=4", "--progress", "off")
+    with started_python_mpi(3, "-c", program, *arguments, env={"NOTES": str(tmp_path)}) as process:
+        wait_for((tmp_path / "waiting").exists)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        ended(process, time.monotonic())
+    assert process.returncode != 0
+    assert not out.exists()
+    assert_done(run_mpi(3, *arguments))
+
+
 BUGS = [
     # why, where, rank
     ("between two rounds", "reshard_mpi.mpi.exchange:Exchanger.exchange", 1),

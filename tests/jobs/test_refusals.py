@@ -378,3 +378,15 @@ def test_copies_started_by_a_launcher_that_isn_t_mpi_s_are_refused_once(tmp_path
     assert launcher in ends[0][1] and "3" in ends[0][1], shown
     assert "".join(stdout for stdout, _ in ends) == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["reshard_mpi.run.lead:Lead.begin", "reshard_mpi.run.job:_create_files"])
+def test_a_shard_that_is_removed_once_it_was_planned_for_ends_the_job_and_goes_on_when_it_is_back(tmp_path, where):
+    source = copy_of(UNEVEN, tmp_path / "source")
+    shard = source / "rank-00001.safetensors"
+    program = f"{AT}\nat({where!r}, 0, lambda: os.rename({str(shard)!r}, {str(tmp_path / 'away')!r}))\nmain()"
+    arguments = ("reshard", source, tmp_path / "out", "--progress", "off")
+    done = run_python_mpi(3, "-c", program, *arguments, timeout=WITHIN_S)
+    assert_refused(done, 5, str(shard), "No such file", out=tmp_path / "out")
+    shutil.move(tmp_path / "away", shard)
+    assert_done(run_mpi(2, *arguments))

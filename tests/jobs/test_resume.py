@@ -222,6 +222,16 @@ def touch(sample: Path, partial: Path) -> None:
     os.utime(sample / "rank-00001.safetensors", ns=(1, 1))
 
 
+def grow(sample: Path, partial: Path) -> None:
+    """A longer header: its length alone says so."""
+    shard = sample / "rank-00001.safetensors"
+    times, content = (shard.stat().st_atime_ns, shard.stat().st_mtime_ns), shard.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" " * 8
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    os.utime(shard, ns=times)
+
+
 def lengthen(sample: Path, partial: Path) -> None:
     with open(sample / "case.json", "a") as file:
         file.write("\n")
@@ -251,6 +261,7 @@ def other_header(sample: Path, partial: Path) -> None:
 CHANGES = [
     # what has happened meanwhile, how, exit code, words
     ("a shard of the source was written again", touch, 2, ("another source files", "--restart")),
+    ("a shard of the source is longer", grow, 2, ("another source files", "--restart")),
     ("the manifest was changed", lengthen, 2, ("another manifest", "--restart")),
     ("the program is another one", of_another_version, 2, ("another version", "--restart")),
     ("a target file is shorter", cut_target, 2, ("rank-00001.safetensors", "--restart")),

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -324,3 +325,19 @@ def test_a_full_disk_while_copying_is_an_error_of_the_target(folder, tmp_path, m
     monkeypatch.setattr(os, "copy_file_range", refusing(errno.ENOSPC))
     with pytest.raises(StorageError, match=r"target/b: can't write: No space left"):
         copied(folder, tmp_path)
+
+
+def test_the_type_of_a_file_system_is_read_as_stat_reads_it(tmp_path, monkeypatch):
+    """There is no NFS here; but there are others, which the same call must tell apart."""
+    for folder in (Path("/proc"), Path("/sys"), Path("/dev"), tmp_path):
+        told = subprocess.run(
+            ["stat", "--file-system", "--format=%t", folder], capture_output=True, text=True, check=True
+        )
+        monkeypatch.setattr(files_module, "NFS_SUPER_MAGIC", int(told.stdout, 16))
+        assert files_module.is_on_nfs(folder) and files_module.is_on_nfs(folder / "not" / "there" / "yet")
+        monkeypatch.setattr(files_module, "NFS_SUPER_MAGIC", 0x6969)  # linux/magic.h
+        assert not files_module.is_on_nfs(folder)
+
+
+def test_nfs_is_known_by_the_number_of_the_kernel():
+    assert files_module.NFS_SUPER_MAGIC == 0x6969
