@@ -439,11 +439,12 @@ def of_a_trainer(tmp_path, cut):
 def test_fused_groups_and_heads_are_put_in_order_however_they_are_cut(cut, tmp_path):
     source, wanted = of_a_trainer(tmp_path, cut)
     for nranks, options in ((3, ("--verify", "full", "--memory", "56K")), (1, ("--verify", "none"))):
-        out = tmp_path / f"out-{nranks}"
-        done = run_mpi(
-            nranks, "reshard", source, out, "--target", "single", "--layout", tmp_path / "mine.toml", *options
-        )
+        out, report = tmp_path / f"out-{nranks}", tmp_path / "report"
+        arguments = ("--target", "single", "--layout", tmp_path / "mine.toml", "--report", report, *options)
+        done = run_mpi(nranks, "reshard", source, out, *arguments)
         assert_done(done)
+        changes = json.loads(report.read_text())["changes"]
+        assert sorted(one["tensor"] for one in changes["permuted"]) == sorted(name for name in wanted if name[0] == "w")
         assert "have no digest" not in done.stderr or cut is None
         assert_equal(load_file(out / "rank-00000.safetensors"), wanted)
 
