@@ -5,6 +5,7 @@ import filecmp
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.outcome import AT, assert_done, assert_refused, write_sample
+from tests.jobs.outcome import AT, assert_done, assert_refused, run_alone, write_sample
 from tests.jobs.test_interrupted import rank_pids
 from tests.mpirun import require_mpi, run_mpi, run_python_mpi, started_python_mpi, wait_for
 
@@ -123,7 +124,7 @@ MORE = [("mpich", 2), ("mpich", 3), ("openmpi", 1), ("openmpi", 2)]
     [("mpich", 1), *(pytest.param(mpi, seed, marks=pytest.mark.thorough) for mpi, seed in MORE)],
 )
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, mpi, seed):
-    """Twenty kills in all, of one rank or of all of them."""
+    """Twenty kills in all, of one rank or of all of them; what each has left is completed, and goes on to be killed again."""
     dice = random.Random(seed)
     sample = write_sample(tmp_path / "sample", "24M", seed=seed)
     out, expected = tmp_path / "out", tmp_path / "expected"
@@ -134,11 +135,21 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, mpi, see
         if killed == KILLS:
             break
         memory = dice.choice(["150K", "200K"])
-        killed += kill_at_random(dice, tmp_path, (*command, "--memory", memory, *NOTING), mpi)
+        if kill_at_random(dice, tmp_path, (*command, "--memory", memory, *NOTING), mpi):
+            killed += 1
+            assert_completed_in_a_copy(tmp_path / "out.partial", tmp_path / f"copy-{killed}", command, expected)
         assert not out.exists()
     assert killed == KILLS
     continued(dice.choice([1, 2, 3, 5]), tmp_path / "report", *command, "--memory", "2M", mpi=mpi)
     assert_equal_folders(expected, out)
+
+
+def assert_completed_in_a_copy(partial: Path, copy: Path, command: tuple[object, ...], expected: Path) -> None:
+    """What a killed job has left goes on elsewhere, and is left to be killed again."""
+    shutil.copytree(partial, copy.with_name(f"{copy.name}.partial"))
+    done = run_alone(*(copy if word == partial.with_suffix("") else word for word in command), "--progress", "off")
+    assert "continued: " in assert_done(done)
+    assert_equal_folders(expected, copy)
 
 
 def kill_at_random(dice: random.Random, folder: Path, command: tuple[object, ...], mpi: str) -> bool:
