@@ -38,14 +38,17 @@ def main() -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """With an error, whatever signal comes meanwhile.
-
-    Some launchers end all ranks as soon as one has left so. While Python ends it has no handlers any more, and MPI ends later
-    still: a SIGTERM would take the place of the code.
-    """
     if code:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _ignore_sigterm()
     sys.exit(code)
+
+
+def _ignore_sigterm() -> None:
+    """srun ends all ranks as soon as one has left with an error: that must not become the exit code of the others.
+
+    A handler would not do: Python takes them away while it ends, and MPI is finalized later still.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _options(launch: Launch) -> argparse.Namespace:
@@ -63,9 +66,9 @@ def _options(launch: Launch) -> argparse.Namespace:
 def _wait_unagreed(launch: Launch) -> None:
     """Before ranks without MPI leave with an error: some launchers end the others as soon as one has left.
 
-    Under Open MPI rank 0 must have said why by then. srun's SIGTERM must not become the exit code of those that have only begun:
-    there all wait for each other.
+    Under Open MPI rank 0 must have said why by then; under srun all must have come as far as this.
     """
+    _ignore_sigterm()
     if launch.by_srun or (launch.name == OPEN_MPI and launch.rank):
         time.sleep(SECONDS_UNAGREED)
 
