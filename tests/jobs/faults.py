@@ -3,7 +3,8 @@
     mpirun -n 3 python tests/jobs/faults.py FAULT COMMAND ...
 
 FAULT is JSON: from the `number`-th call of the function `at` on, the first call of the function `call` (by default: of `at`
-itself) that is about a file with `file` in its path goes wrong, once, as `do` says, or each time. That is noted in the file `note`.
+itself) that is about a file with `file` in its path goes wrong as `do` says, once, or each time. That is noted in the file
+`note`.
 """
 
 import errno
