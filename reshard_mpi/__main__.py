@@ -9,6 +9,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,12 +19,14 @@ from reshard_mpi import stop
 from reshard_mpi.cli import parse, tell
 from reshard_mpi.errors import Interrupted, ReshardError, expected_error
 from reshard_mpi.launcher import OPEN_MPI, Launch, check_world, find_launch
+from reshard_mpi.streams import open_closed_streams, stderr
 
 BUG = 70
 SECONDS_UNAGREED = 2.0
 
 
 def main() -> NoReturn:
+    open_closed_streams()
     # numpy's OpenBLAS would start a thread a core in every rank, which spin for a while. We do no linear algebra.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     launch = find_launch()
@@ -31,7 +34,21 @@ def main() -> NoReturn:
     needs_mpi = options.uses_all_ranks or launch.nranks > 1
     code = _run_with_mpi(options, launch) if needs_mpi else _run_alone(options)
     gc.freeze()  # else the end would look through all that was imported, twice, for what could be freed
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    if code:
+        _ignore_sigterm()
     sys.exit(code)
+
+
+def _ignore_sigterm() -> None:
+    """srun ends all ranks as soon as one has left with an error: that must not become the exit code of the others.
+
+    A handler would not do: Python takes them away while it ends, and MPI is finalized later still.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _options(launch: Launch) -> argparse.Namespace:
@@ -42,18 +59,16 @@ def _options(launch: Launch) -> argparse.Namespace:
     except ReshardError as error:
         if not launch.rank:
             tell(error)
-        _leave_unagreed(launch)
-        sys.exit(error.exit_code)
+        _wait_unagreed(launch)
+        _leave(error.exit_code)
 
 
-def _leave_unagreed(launch: Launch) -> None:
+def _wait_unagreed(launch: Launch) -> None:
     """Before ranks without MPI leave with an error: some launchers end the others as soon as one has left.
 
-    Under Open MPI rank 0 must have said why by then. srun's SIGTERM must not become the exit code of the others: there all wait
-    for each other.
+    Under Open MPI rank 0 must have said why by then; under srun all must have come as far as this.
     """
-    if launch.by_srun:
-        stop.listen()
+    _ignore_sigterm()
     if launch.by_srun or (launch.name == OPEN_MPI and launch.rank):
         time.sleep(SECONDS_UNAGREED)
 
@@ -69,7 +84,7 @@ def _run_alone(options: argparse.Namespace) -> int:
     except Exception as error:
         told = expected_error(error)
         if told is None:
-            traceback.print_exc()
+            stderr.write(traceback.format_exc())
             return BUG
         tell(told)
         return told.exit_code
@@ -86,7 +101,7 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
                 f"mpi4py: found no MPI library to run on ({reason}); load the MPI of your cluster, or install the extra "
                 "mpich of reshard_mpi"
             )
-        _leave_unagreed(launch)
+        _wait_unagreed(launch)
         return BUG
     from reshard_mpi.mpi.stall import end_job, watch
 
@@ -104,12 +119,12 @@ def _run_with_mpi(options: argparse.Namespace, launch: Launch) -> int:
         if not comm.rank and not launch.rank:
             tell(error)
         if comm.size < launch.nranks:
-            _leave_unagreed(launch)
+            _wait_unagreed(launch)
         return error.exit_code
     except BaseException as error:
         told = expected_error(error)  # where the ranks had no agreement ahead
         if told is None:
-            sys.stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
+            stderr.write(f"reshard_mpi: rank {comm.rank} of {comm.size} failed:\n{traceback.format_exc()}")
         else:
             tell(told)
         end_job(comm, told.exit_code if told else BUG)

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -12,6 +11,7 @@ from reshard_mpi.checkpoint.mesh import Mesh, parse_target
 from reshard_mpi.checkpoint.template import shard_template
 from reshard_mpi.checkpoint.wanted import cast_rule, rename_rule
 from reshard_mpi.errors import UsageError, one_line
+from reshard_mpi.streams import stderr
 
 DEMO = "demo"  # what runs without a command
 USES_ALL_RANKS = (DEMO, "reshard", "verify", "compare")
@@ -364,5 +364,4 @@ def _add_sample(parser: argparse.ArgumentParser) -> None:
 
 
 def tell(error: object) -> None:
-    sys.stderr.write(f"reshard_mpi: error: {one_line(str(error))}\n")
-    sys.stderr.flush()
+    stderr.write(f"reshard_mpi: error: {one_line(str(error))}\n")

@@ -6,16 +6,16 @@ node, every import is paid for many times.
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.cli import DEMO
-from reshard_mpi.errors import ReshardError, UsageError, first_to_tell, plural
+from reshard_mpi.errors import ReshardError, StorageError, UsageError, first_to_tell, plural
 from reshard_mpi.report import check_file, warn, write_report
 from reshard_mpi.show.outcomes import comparison_text, demo_text, fault_facts, summary_text, verdict_facts, verdict_text
+from reshard_mpi.streams import say
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,18 +91,10 @@ def _newest_checkpoints(options: argparse.Namespace) -> dict[str, Path]:
     return found
 
 
-def _say(text: str) -> None:
-    try:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough (`| head`); nothing more goes there, also not at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _say_json(facts: object) -> None:
     import json
 
-    _say(json.dumps(facts, indent=2))
+    say(json.dumps(facts, indent=2))
 
 
 def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
@@ -141,9 +133,12 @@ def _reshard(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
     def tell() -> None:
         assert report is not None
-        _say(summary_text(report))
-        if options.report:
-            write_report(options.report, report)
+        try:
+            if options.report:
+                write_report(options.report, report)
+            say(summary_text(report))
+        except StorageError as error:
+            raise StorageError(error.where, f"{error.message}; {options.out} is whole") from error
 
     on_root(comm, tell)
     return 0
@@ -178,7 +173,7 @@ def _demo(comm: "MPI.Comm", _options: argparse.Namespace) -> int:
         restart=True,
     )
     report = reshard(comm, job)
-    on_root(comm, lambda: _say(demo_text(report or {})))
+    on_root(comm, lambda: say(demo_text(report or {})))
     return 0
 
 
@@ -206,7 +201,7 @@ def _simulate(options: argparse.Namespace) -> int:
     writers = "owner" if options.writers == "owner" else "shared"
     resources = Resources(nranks, round_nbytes_of(options.memory), writers, options.verify != "none")
     facts = simulate(options.simulate, options.source_mesh, options.target, resources)
-    _say_json(facts) if options.json else _say(simulation_text(facts))
+    _say_json(facts) if options.json else say(simulation_text(facts))
     return 0
 
 
@@ -260,7 +255,7 @@ def _plan(options: argparse.Namespace, load: "Callable[[], Source]") -> int:
         from reshard_mpi.show.pictures import plan_picture
 
         save(plan_picture(changed_source(source, selection)[0], planned[0]), options.plot)
-    _say_json(facts) if options.json else _say(plan_text(facts))
+    _say_json(facts) if options.json else say(plan_text(facts))
     return 0
 
 
@@ -278,7 +273,7 @@ def _refused(faults: list[ReshardError], as_json: bool) -> int:
     if as_json:
         _say_json({"refusals": [fault_facts(fault) for fault in faults]})
     else:
-        _say(refusals_text(faults))
+        say(refusals_text(faults))
     told = first_to_tell(faults)
     assert told is not None
     raise told
@@ -306,7 +301,7 @@ def _inspect(options: argparse.Namespace, load: "Callable[[], Source]") -> int:
     if options.json:
         _say_json(facts)
     else:
-        _say(tiles_text(facts) if options.tensor else case_text(facts))
+        say(tiles_text(facts) if options.tensor else case_text(facts))
     source.raise_first()
     return 0
 
@@ -327,10 +322,10 @@ def _describe(options: argparse.Namespace) -> int:
     warn(described.warnings)
     text = case_text(described.case)
     if out is None:
-        _say(text.decode().rstrip("\n"))
+        say(text.decode().rstrip("\n"))
     else:
         create_file(out, len(text), text)
-        _say(f"{out}: {len(described.case.fragments)} fragments of {plural(described.case.world_size, 'shard')}")
+        say(f"{out}: {len(described.case.fragments)} fragments of {plural(described.case.world_size, 'shard')}")
     return 0
 
 
@@ -340,7 +335,7 @@ def _sample(options: argparse.Namespace) -> int:
     sizes = {axis: getattr(options, axis) for axis in ("tp", "pp", "dp", "fsdp", "cp") if getattr(options, axis) > 1}
     case = write_sample(options.out, options.size, Mesh.of(sizes), options.dtype, options.seed, options.overwrite)
     ntensors = len({fragment.logical_tensor_id for fragment in case.fragments})
-    _say(f"{options.out}: {case.case_id}, {ntensors} tensors in {plural(case.world_size, 'shard')} ({Mesh.of(sizes)})")
+    say(f"{options.out}: {case.case_id}, {ntensors} tensors in {plural(case.world_size, 'shard')} ({Mesh.of(sizes)})")
     return 0
 
 
@@ -356,7 +351,7 @@ def _verify(comm: "MPI.Comm", options: argparse.Namespace) -> int:
         if options.json:
             _say_json({"case": str(options.source)} | verdict_facts(verdict))
         else:
-            _say(verdict_text(options.source, verdict))
+            say(verdict_text(options.source, verdict))
 
     on_root(comm, tell)
     raise_together(comm, first_to_tell(verdict.faults) if verdict else None)
@@ -372,7 +367,7 @@ def _compare(comm: "MPI.Comm", options: argparse.Namespace) -> int:
 
     def tell() -> int:
         assert found is not None
-        _say_json(found) if options.json else _say(comparison_text(found))
+        _say_json(found) if options.json else say(comparison_text(found))
         return 0 if found["equal"] else 1
 
     return root_value(comm, tell)

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from reshard_mpi.checkpoint.mesh import Mesh
 from reshard_mpi.errors import StorageError, UsageError, one_line, plural, storage_error
+from reshard_mpi.streams import stderr
 
 
 def size_text(nbytes: float) -> str:
@@ -32,8 +32,7 @@ def topology_text(topology: Mapping[str, int]) -> str:
 
 def warn(messages: Sequence[str]) -> None:
     for message in messages:
-        sys.stderr.write(f"reshard_mpi: warning: {one_line(message)}\n")
-    sys.stderr.flush()
+        stderr.write(f"reshard_mpi: warning: {one_line(message)}\n")
 
 
 class Progress:
@@ -47,7 +46,7 @@ class Progress:
 
     def __init__(self, total_nbytes: int, style: str):
         if style == "auto":
-            style = "bar" if sys.stderr.isatty() else "plain"
+            style = "bar" if stderr.isatty() else "plain"
         self._bar = None
         self._plain = style == "plain"
         self._total, self._done = total_nbytes, 0
@@ -62,7 +61,7 @@ class Progress:
                 unit_divisor=1024,
                 desc="reshard",
                 leave=False,
-                file=sys.stderr,
+                file=stderr,
             )
 
     def advance(self, nbytes: int) -> None:
@@ -71,11 +70,10 @@ class Progress:
             self._bar.update(nbytes)
         elif self._plain and time.monotonic() - self._told >= self.SECONDS_BETWEEN_LINES:
             self._told = time.monotonic()
-            sys.stderr.write(
+            stderr.write(
                 f"reshard_mpi: {size_text(self._done)} of {size_text(self._total)} "
                 f"({100 * self._done // max(self._total, 1)} %)\n"
             )
-            sys.stderr.flush()
 
     def close(self) -> None:
         if self._bar is not None:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from reshard_mpi.cli import tell
 from reshard_mpi.errors import StorageError
 from reshard_mpi.storage.touching import Touch, longest_touch
+from reshard_mpi.streams import stderr
 
 LONGEST_NAP_S = 1.0
 SECONDS_TO_BE_HEARD = (
@@ -24,7 +25,7 @@ SECONDS_TO_BE_HEARD = (
 def end_job(comm: MPI.Comm, code: int) -> NoReturn:
     """End all ranks with this exit code, from any thread and without the help of the other ranks."""
     sys.stdout.flush()
-    sys.stderr.flush()
+    stderr.flush()
     time.sleep(SECONDS_TO_BE_HEARD)
     comm.Abort(code)
     os._exit(code)  # MPICH's Abort may return

@@ -3,7 +3,8 @@
     mpirun -n 3 python tests/jobs/faults.py FAULT COMMAND ...
 
 FAULT is JSON: from the `number`-th call of the function `at` on, the first call of the function `call` (by default: of `at`
-itself) that is about a file with `file` in its path goes wrong, once, as `do` says. That is noted in the file `note`.
+itself) that is about a file with `file` in its path goes wrong as `do` says, once, or each time. That is noted in the file
+`note`.
 """
 
 import errno
@@ -62,7 +63,7 @@ class Fault:
         with self._lock:
             if self._is_over or entered < self.number or self.file not in path_of(arguments):
                 return False
-            self._is_over = self.do != "slow"
+            self._is_over = self.do not in AGAIN
         Path(self.note).touch()
         return True
 
@@ -131,10 +132,13 @@ DEEDS: dict[str, Function] = {
     "end of file": end_of_file,
     "flipped": flipped,
     "killed half-way": killed_half_way,
-    "slow": sleeping(0.05),  # each time
+    "slow": sleeping(0.05),
+    "gone": error(errno.ENOENT),
     "stall": sleeping(1000),
 }
 
+
+AGAIN = ("slow", "gone")  # each time
 
 if __name__ == "__main__":
     fault = Fault(**json.loads(sys.argv.pop(1)))

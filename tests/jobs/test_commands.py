@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.outcome import CASES, PYTHON, REJECTS, assert_done, assert_refused, run_alone, write_sample
-from tests.mpirun import run_mpi, run_python_mpi
+from tests.jobs.outcome import CASES, FIXTURES, PYTHON, REJECTS, assert_done, assert_refused, run_alone, write_sample
+from tests.mpirun import job_environ, run_mpi, run_python_mpi
 from tests.reference.shards import read_shard
 
 UNEVEN = CASES / "tp3-uneven-to-tp2"
@@ -356,6 +356,50 @@ def test_a_reader_that_has_seen_enough_is_no_bug(tmp_path):
         done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert done.returncode != 70
+
+
+STREAMS = [
+    # what is wrong, command, as a shell redirects it, exit code
+    ("no stdout", ("inspect", UNEVEN), ">&-", 0),
+    ("no stderr, and there is a warning", ("verify", FIXTURES / "formats" / "dcp"), "2>&-", 0),
+    ("a full stderr, and there is a warning", ("verify", FIXTURES / "formats" / "dcp"), "2>/dev/full", 0),
+    ("a full stderr, and no verdict", ("compare", UNEVEN, "nowhere"), "2>/dev/full", 5),
+    ("a full stderr, and a mistake", ("compare", UNEVEN), "2>/dev/full", 2),
+    ("a full stdout", ("compare", UNEVEN, UNEVEN), ">/dev/full", 5),
+]
+
+
+def run_redirected(redirections: str, *command: object) -> subprocess.CompletedProcess[str]:
+    shell = ("bash", "-c", f'"$@" {redirections}', "bash")
+    arguments = [*shell, PYTHON, "-m", "reshard_mpi", *map(str, command)]
+    return subprocess.run(arguments, env=job_environ(PYTHON, {}), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("why", "command", "redirections", "code"), STREAMS, ids=[why for why, *_ in STREAMS])
+def test_what_can_not_be_said_changes_no_verdict(why, command, redirections, code):
+    """1 would mean: different."""
+    done = run_redirected(redirections, *command)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("error: standard output: can't write to: No space left on device" in done.stderr) == (
+        why == "a full stdout"
+    )
+
+
+@pytest.mark.parametrize("style", ["plain", "bar"])
+def test_a_job_goes_on_without_anybody_to_tell(tmp_path, style):
+    """Where they are closed, files that it opens would get their numbers, and what is printed would go there."""
+    for number, redirections in enumerate(("<&- >&- 2>&-", "2>/dev/full")):
+        out = tmp_path / f"out-{number}"
+        assert run_redirected(redirections, "reshard", UNEVEN, out, "--progress", style).returncode == 0
+        assert "equal: " in assert_done(run_alone("compare", UNEVEN, out))
+
+
+def test_a_summary_that_can_not_be_said_says_that_out_is_whole(tmp_path):
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    done = run_redirected(">/dev/full", "reshard", UNEVEN, out, "--report", report)
+    assert_refused(done, 5, "standard output", "No space left", f"{out} is whole")
+    assert json.loads(report.read_text())["nshards"] == len(list(out.glob("rank-*")))
 
 
 # ---- verify and compare

@@ -90,11 +90,12 @@ def test_a_signal_stops_all_ranks_together_and_the_same_command_completes(tmp_pa
     complete(sample, out, mpi)
 
 
-def test_sigterm_does_the_same_where_the_launcher_leaves_the_time(tmp_path, sample):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_do_the_same_where_the_launcher_leaves_the_time(tmp_path, sample, number):
     out = tmp_path / "out"
     with started_python_mpi(4, *slow(sample, out)) as process:
         wait_for(lambda: in_mid_run(process, tmp_path / "out.partial"))
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         stdout, stderr = ended(process, time.monotonic())
     assert_refused(subprocess.CompletedProcess("", process.returncode, stdout, stderr), 75, "signal")
     assert not out.exists()

@@ -348,6 +348,24 @@ def test_rank_0_has_the_time_to_say_why(tmp_path, mpi, why, code, arguments, env
     assert_refused(done, code)
 
 
+ENDED_LATE = """
+import os, signal
+from reshard_mpi.__main__ import main
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):
+        kill(pid, number)
+last = Last()
+main()
+"""
+
+
+@pytest.mark.parametrize(("code", "arguments"), [(2, ["verify"]), (5, ["inspect", "nothing"])], ids=["usage", "files"])
+def test_a_signal_to_a_rank_that_leaves_is_not_its_exit_code(code, arguments):
+    """While Python ends it has no handlers any more; srun ends all ranks as soon as one has left with an error."""
+    done = subprocess.run([PYTHON, "-c", ENDED_LATE, *map(str, arguments)], env=job_environ(PYTHON, {}), timeout=60)
+    assert done.returncode == code
+
+
 SINGLETONS = [
     # launcher, variables of process n
     ("torchrun", lambda n: {"TORCHELASTIC_RUN_ID": "none", "RANK": n, "LOCAL_RANK": n, "WORLD_SIZE": 3}),

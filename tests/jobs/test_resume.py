@@ -5,6 +5,7 @@ import filecmp
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs.outcome import AT, assert_done, assert_refused, write_sample
+from tests.jobs.outcome import AT, assert_done, assert_refused, run_alone, write_sample
 from tests.jobs.test_interrupted import rank_pids
 from tests.mpirun import require_mpi, run_mpi, run_python_mpi, started_python_mpi, wait_for
 from tests.reference.fragments import sha256, shard_name
@@ -180,7 +181,7 @@ MORE = [("mpich", 2), ("mpich", 3), ("openmpi", 1), ("openmpi", 2)]
     [("mpich", 1), *(pytest.param(mpi, seed, marks=pytest.mark.thorough) for mpi, seed in MORE)],
 )
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, mpi, seed):
-    """Twenty kills in all, of one rank or of all of them."""
+    """Twenty kills in all, of one rank or of all of them; what each has left is completed, and goes on to be killed again."""
     dice = random.Random(seed)
     sample = write_sample(tmp_path / "sample", "24M", seed=seed)
     out, expected = tmp_path / "out", tmp_path / "expected"
@@ -191,20 +192,32 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, mpi, see
         if killed == KILLS:
             break
         memory = dice.choice(["150K", "200K"])
-        killed += kill_at_random(dice, tmp_path, (*command, "--memory", memory, *NOTING), mpi)
+        if kill_at_random(dice, tmp_path, (*command, "--memory", memory, *NOTING), mpi):
+            killed += 1
+            assert_completed_in_a_copy(tmp_path / "out.partial", tmp_path / f"copy-{killed}", command, expected)
         assert not out.exists()
     assert killed == KILLS
     continued(dice.choice([1, 2, 3, 5]), tmp_path / "report", *command, "--memory", "2M", mpi=mpi)
     assert_equal_folders(expected, out)
 
 
+def assert_completed_in_a_copy(partial: Path, copy: Path, command: tuple[object, ...], expected: Path) -> None:
+    """What a killed job has left goes on elsewhere, and is left to be killed again."""
+    shutil.copytree(partial, copy.with_name(f"{copy.name}.partial"))
+    elsewhere = [copy if word == partial.with_suffix("") else word for word in command]
+    # In larger rounds than those that were noted, what is noted of a round may be of no use.
+    done = run_alone(*elsewhere, "--memory", "150K", "--progress", "off")
+    assert "continued: " in assert_done(done)
+    assert_equal_folders(expected, copy)
+
+
 def kill_at_random(dice: random.Random, folder: Path, command: tuple[object, ...], mpi: str) -> bool:
     """Start the command, and kill one rank or all of them after it has noted something new; was it killed in time?"""
     journal = folder / "out.partial" / "journal.jsonl"
     nranks = dice.choice([2, 3, 4])
-    size = journal.stat().st_size if journal.exists() else 0
+    before = nnotes(journal)
     with started_python_mpi(nranks, "-m", "reshard_mpi", *command, mpi=mpi) as process:
-        wait_for(lambda: process.poll() is not None or (journal.exists() and journal.stat().st_size > size + 500))
+        wait_for(lambda: process.poll() is not None or nnotes(journal) > before)
         time.sleep(dice.uniform(0, 0.15))
         pids = list(rank_pids(folder / "out").values())
         for pid in dice.sample(pids, dice.choice([1, len(pids)])) if pids else []:
@@ -213,6 +226,10 @@ def kill_at_random(dice: random.Random, folder: Path, command: tuple[object, ...
         process.communicate(timeout=30)
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
         return process.returncode != 0
+
+
+def nnotes(journal: Path) -> int:
+    return journal.read_text().count('"durable"') if journal.exists() else 0
 
 
 # What must not be continued
