@@ -167,7 +167,7 @@ def _verify_target(comm: MPI.Comm, names: Names, lead: "Lead | None", written: "
     mine, _ = comm.scatter(lead.heads() if lead else None, root=ROOT)
     with agreed(comm):
         for name, nbytes, head in mine:
-            if not is_as_created(names.target_folder, name, nbytes, head):
+            if not is_as_created(names.target_folder, name, nbytes, head, names.target_stamps):
                 raise IntegrityError(str(names.target_folder / name), "doesn't begin with the header that was written")
     expected, faults = lead.expected_digests(written) if lead else ({}, [])
     shelf = Shelf(names.target_folder, names.target_stamps, lead.target_readers() if lead else {})

@@ -230,9 +230,9 @@ def create_file(path: Path, nbytes: int, head: bytes | bytearray) -> None:
             os.close(fd)
 
 
-def is_as_created(folder: Path, name: str, nbytes: int, head: bytes | bytearray) -> bool:
-    """Is the file what `create_file` made of it: as long, and with the same beginning?"""
-    fd = open_regular(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def is_as_created(folder: Path, name: str, nbytes: int, head: bytes | bytearray, known: Known | None = None) -> bool:
+    """Is the file what `create_file` made of it: as long, and with the same beginning? One that is `known` is waited for."""
+    fd = open_known(folder, name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, known or {})
     try:
         with touching("read", folder, name):
             return os.fstat(fd).st_size == nbytes and _beginning(fd, len(head)) == head
