@@ -1,6 +1,7 @@
 """Checkpoints of trainers become Hugging Face models: transformers makes of some tokens what the trainer's own model did."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,8 @@ def test_a_flipped_byte_of_reordered_heads_is_found(tmp_path):
         for name in ("wq", "wk")
     )
     layout.write_text(heads)
+    plan = json.loads(assert_done(run_mpi(1, "plan", saved, "--layout", layout, "--json")))
+    assert {tensor["tensor"] for tensor in plan["changes"]["permuted"]} == set(state)
     for options in ((), ("--cast", "bfloat16"), ("--verify", "full")):
         done = run_mpi(2, "reshard", saved, tmp_path / "out", "--layout", layout, "--restart", *options)
         assert_refused(done, 4, file.name, "crc32", "wk", out=tmp_path / "out")
