@@ -169,6 +169,36 @@ def test_what_failed_at_the_very_end_moves_nothing_again(tmp_path, sample, verif
     assert_equal_folders(expected, out)
 
 
+# Each rank says when its shards are synced, the slowest last; rank 0, when it is about to note.
+SAYING = """
+import os, time
+from mpi4py import MPI
+from reshard_mpi.__main__ import main
+from reshard_mpi.run.journal import Journal
+from reshard_mpi.run.transfer import Writer
+said = os.open(os.environ["SAID"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+sync, note = Writer.sync, Journal.note
+def synced(self):
+    time.sleep(0.02 * MPI.COMM_WORLD.rank)
+    sync(self)
+    os.write(said, b"s")
+def noted(self, durable):
+    os.write(said, b"n")
+    note(self, durable)
+Writer.sync, Journal.note = synced, noted
+main()
+"""
+
+
+def test_what_is_noted_has_been_synced_by_all_ranks_before(tmp_path, sample):
+    """Whatever a crash leaves, what the journal says is there."""
+    arguments = ("reshard", sample, tmp_path / "out", "--target", "tp=4", *SMALL, *NOTING)
+    assert_done(run_python_mpi(3, "-c", SAYING, *arguments, env={"SAID": str(tmp_path / "said")}))
+    said = (tmp_path / "said").read_text()
+    assert said.count("n") > 3
+    assert set(said.rpartition("n")[0].split("n")) <= {"sss", "ssssss"}
+
+
 # Killed
 
 
